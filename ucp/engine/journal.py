@@ -18,7 +18,7 @@ from typing import Any, Final
 from ucp import settings
 from ucp.engine.work_shard import WorkShard
 from ucp.engine.worker import WrittenRange
-from ucp.errors import StorageError, UsageError
+from ucp.errors import StorageError, UsageError, storage_errors
 from ucp.storage.paths import OWN_PREFIX
 
 _NAME: Final = re.compile(rf"{re.escape(OWN_PREFIX)}journal-(\d+)-of-(\d+)\.jsonl")
@@ -109,11 +109,9 @@ class Journal:
         assert self._fd is not None
         lines = memoryview(b"".join(self._pending))
         self._pending.clear()
-        try:
+        with storage_errors(self.path, "cannot be written"):
             while lines:
                 lines = lines[os.write(self._fd, lines) :]
-        except OSError as error:
-            raise StorageError(f"{self.path}: cannot be written: {error.strerror}") from error
         self._written_at = time.monotonic()
 
 

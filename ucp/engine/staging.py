@@ -27,7 +27,7 @@ from ucp.engine.journal import Journal, JournalRecord, OutputBusyError, is_locke
 from ucp.engine.pool import Meter
 from ucp.engine.work_shard import UNSHARDED, WorkShard
 from ucp.engine.worker import WorkerBudget, WrittenRange, run_copy_tasks, trailer_tasks
-from ucp.errors import StorageError, UsageError
+from ucp.errors import StorageError, UsageError, storage_errors
 from ucp.storage.local import SourceFiles, free_bytes, make_file, remove_tree, sync, sync_tree, write_all
 from ucp.storage.paths import OWN_PREFIX, list_files
 
@@ -70,12 +70,10 @@ class StagingFolder:
 
     def begin(self, *, resume: bool, restart: bool) -> None:
         check_destination(self.path)
-        try:
+        with storage_errors(self.folder, "cannot be created"):
             if self.folder.exists():
                 self._check_partial_output(resume, restart)
             self._open(restart)
-        except OSError as error:
-            raise StorageError(f"{self.folder}: cannot be created: {error.strerror}") from error
 
     def _check_partial_output(self, resume: bool, restart: bool) -> None:
         """Refuse partial output that this run must not continue. A shard always continues its own."""
@@ -221,7 +219,7 @@ class StagingFolder:
         """
         last = manifest(digests_of(self.target, self.written()))
         known = {file.path for file in self.target.files}
-        try:
+        with storage_errors(self.path, "cannot be published"):
             if last is not None:
                 known.add(last.path)
                 _write_file(self.folder / last.path, b"".join(literal.data for literal in last.literals))
@@ -233,8 +231,6 @@ class StagingFolder:
                 sync_tree(self.folder)
             os.rename(self.folder, self.path)
             self._remove_own_files(durable)
-        except OSError as error:
-            raise StorageError(f"{self.path}: cannot be published: {error.strerror}") from error
         self.close()
 
     def _remove_own_files(self, durable: bool) -> None:
@@ -367,20 +363,17 @@ def digests_of(target: Target, written: Iterable[WrittenRange]) -> Digests:
 
 def digest_range(path: Path, offset: int, nbytes: int, digest: xxhash.xxh3_128 | Crc32) -> str | None:
     """The digest (hex) of a byte range; None if the file is missing or shorter."""
-    block = memoryview(bytearray(min(max(nbytes, 1), settings.SLAB_BYTES)))
-    try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(offset)
-            while nbytes:
-                count = file.readinto(block[: min(nbytes, len(block))])
-                if not count:
-                    return None
-                digest.update(block[:count])
-                nbytes -= count
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except OSError as error:
-        raise StorageError(f"{path}: cannot read what an earlier run has written: {error.strerror}") from error
+    block = memoryview(bytearray(min(max(nbytes, 1), settings.SLAB_BYTES)))
+    with storage_errors(path, "cannot read what an earlier run has written"), path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        while nbytes:
+            count = file.readinto(block[: min(nbytes, len(block))])
+            if not count:
+                return None
+            digest.update(block[:count])
+            nbytes -= count
     return digest.hexdigest()
 
 

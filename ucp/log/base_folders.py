@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from ucp.errors import IntegrityError, StorageError
+from ucp.errors import IntegrityError, storage_errors
 from ucp.log.epoch_manifest import write_json
 from ucp.log.reader import Epoch, Log
 from ucp.storage.local import sync, sync_tree
@@ -47,10 +47,8 @@ def base_folder(run: Path, number: int) -> Path:
 
 def write_base(base: BaseCheckpoint) -> None:
     """Mark a base as complete by writing `base.json`, after making everything else in its folder durable."""
-    try:
+    with storage_errors(base.folder, "cannot be synced"):
         sync_tree(base.folder)
-    except OSError as error:
-        raise StorageError(f"{base.folder}: cannot be synced: {error.strerror}") from error
     fields = asdict(base)
     content = {"format": FORMAT, **{key: fields[key] for key in ("number", "step", "epoch", "checkpoint", "steps")}}
     base.folder.mkdir(parents=True, exist_ok=True)

@@ -178,8 +178,7 @@ def widen(bits: Bits) -> Bits:
     return wide
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Byte planes
+# Byte planes --------------------------------------------------------------------------------------------------------
 
 
 def encode_planes(bits: Bits) -> Bytes:
@@ -211,8 +210,7 @@ def _zstd() -> Any:
     return zstandard
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Sparse blocks
+# Sparse blocks ------------------------------------------------------------------------------------------------------
 
 
 def encode_sparse(bits: Bits) -> Bytes:
@@ -284,8 +282,7 @@ def unpack_varints(data: Bytes, count: int) -> npt.NDArray[np.uint64]:
     return numbers
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Differences of bit patterns as integers modulo 2ⁿ: they can be added, and applied in both directions
+# Differences of bit patterns as integers modulo 2ⁿ: they can be added, and applied in both directions ---------------
 
 
 def difference(old: Bits, new: Bits) -> Bits:

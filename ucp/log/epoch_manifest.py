@@ -11,7 +11,7 @@ from typing import Any, Final
 import xxhash
 
 from ucp.core.checkpoint import Mesh
-from ucp.errors import IntegrityError, NotUnderstoodError, StorageError
+from ucp.errors import IntegrityError, NotUnderstoodError, storage_errors
 from ucp.log.stream_schema import LoggedParameter, StreamSchema
 from ucp.storage.local import sync
 
@@ -87,10 +87,7 @@ class EpochManifest:
 
     def stream(self, number: int) -> StreamSchema:
         """A stream's schema by its number."""
-        for schema in self.streams:
-            if schema.stream == number:
-                return schema
-        raise KeyError(number)
+        return {schema.stream: schema for schema in self.streams}[number]
 
     def to_json(self) -> dict[str, Any]:
         out: dict[str, Any] = {
@@ -151,7 +148,7 @@ def _json(value: Any) -> str:
 def write_json(path: Path, value: Any) -> None:
     """Write a small JSON file durably: to a temporary name, sync, rename, sync the folder (created if needed)."""
     partial = path.with_name(path.name + ".partial")
-    try:
+    with storage_errors(path, "cannot be written", hint="make room, or check the disk; then try again"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "w", encoding="utf-8") as file:
             file.write(_json(value))
@@ -159,20 +156,15 @@ def write_json(path: Path, value: Any) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
         sync(path.parent)
-    except OSError as error:
-        raise StorageError(
-            f"{path}: cannot be written: {error.strerror}", hint="make room, or check the disk; then try again"
-        ) from error
 
 
 def read_manifest(folder: Path) -> EpochManifest:
     """Read the manifest in an epoch's folder."""
     path = folder / MANIFEST
-    try:
+    with storage_errors(path):
         raw = path.read_bytes()
+    try:
         data = json.loads(raw)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(data, dict) or "format" not in data:

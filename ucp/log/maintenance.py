@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ucp.errors import StorageError, UsageError
+from ucp.errors import UsageError, storage_errors
 from ucp.log.reader import Epoch, Log, LogStream
 from ucp.log.stream_recovery import FrameRef, list_segments
 from ucp.storage.local import sync
@@ -64,7 +64,7 @@ def _kept_after(stream: LogStream, step: int) -> list[FrameRef]:
 def apply_cuts(cuts: list[FileCut], *, save_tails: bool = False) -> None:
     """Shorten and remove files, durably; with `save_tails`, the bytes that are cut off are kept in `NAME.tail`."""
     for cut in sorted(cuts, key=lambda cut: cut.path, reverse=True):  # newest first: the rest is a prefix
-        try:
+        with storage_errors(cut.path, "cannot be shortened or removed"):
             if save_tails:
                 _save_tail(cut)
             if cut.keep == 0:
@@ -77,8 +77,6 @@ def apply_cuts(cuts: list[FileCut], *, save_tails: bool = False) -> None:
                 finally:
                     os.close(fd)
             sync(cut.path.parent)
-        except OSError as error:
-            raise StorageError(f"{cut.path}: cannot be shortened or removed: {error.strerror}") from error
 
 
 def _save_tail(cut: FileCut) -> None:

@@ -77,10 +77,7 @@ class StepRecord:
 
     def group(self, number: int) -> GroupScalars:
         """The scalars of a group by its index in the manifest."""
-        for group in self.groups:
-            if group.group == number:
-                return group
-        raise KeyError(number)
+        return {group.group: group for group in self.groups}[number]
 
     def pack(self) -> bytes:
         bits = 0 if self.scale is None else int(np.float32(self.scale).view(np.uint32))
@@ -125,8 +122,7 @@ def _unpack_group(data: bytes, at: int) -> GroupScalars:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Tables of blocks: GRAD, DIFF, FULL
+# Tables of blocks: GRAD, DIFF, FULL ---------------------------------------------------------------------------------
 
 TABLE_HEAD: Final = struct.Struct("<IIq")  # entries, zero, step that a DIFF starts from (-1)
 ENTRY: Final = np.dtype(
@@ -203,8 +199,7 @@ def _check(table: Table, good: npt.NDArray[np.bool_], wrong: str) -> None:
         raise BadBytesError(f"block {table['block'][np.argmin(good)]} {wrong}")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Commits, notes, digests
+# Commits, notes, digests --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -115,8 +116,12 @@ class Log:
         """
         root, folders = _find_epochs(parse_path(path))
         epochs = [_open_epoch(folder, mode, check) for folder in folders]
-        if mode == "strict":
-            _refuse_defects(epochs)
+        for epoch in epochs if mode == "strict" else ():
+            if epoch.missing:
+                raise InconsistentError(f"{epoch.folder}: streams {', '.join(map(str, epoch.missing))} have no files")
+            if epoch.defects:
+                more = f" (and {len(epoch.defects) - 1} more defects)" if len(epoch.defects) > 1 else ""
+                raise IntegrityError(f"{epoch.defects[0]}{more}", hint="`ucp log verify` lists all of them")
         runs = {epoch.manifest.run for epoch in epochs}
         if len(runs) > 1 and mode != "inspect":
             raise InconsistentError(f"{root}: the epochs are of {len(runs)} different runs: {', '.join(sorted(runs))}")
@@ -140,10 +145,10 @@ class Log:
 
     def epoch(self, number: int) -> Epoch:
         """An epoch by its number."""
-        for epoch in self.epochs:
-            if epoch.number == number:
-                return epoch
-        raise UsageError(f"{self.root}: epoch {number} does not exist")
+        found = next((epoch for epoch in self.epochs if epoch.number == number), None)
+        if found is None:
+            raise UsageError(f"{self.root}: epoch {number} does not exist")
+        return found
 
     def parent_of(self, epoch: Epoch) -> Epoch | None:
         """The epoch that an epoch continues, if it is in this log."""
@@ -241,18 +246,7 @@ def _open_epoch(folder: Path, mode: Mode, check: Check) -> Epoch:
     return epoch
 
 
-def _refuse_defects(epochs: list[Epoch]) -> None:
-    for epoch in epochs:
-        defects = epoch.defects
-        if epoch.missing:
-            raise InconsistentError(f"{epoch.folder}: streams {', '.join(map(str, epoch.missing))} have no files")
-        if defects:
-            more = f" (and {len(defects) - 1} more defects)" if len(defects) > 1 else ""
-            raise IntegrityError(f"{defects[0]}{more}", hint="`ucp log verify` lists all of them")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# One stream
+# One stream ---------------------------------------------------------------------------------------------------------
 
 # An entry of a table as plain integers: block, encoding, dtype, state, count, zero, offset, length, checksum.
 Row = tuple[int, ...]
@@ -318,8 +312,14 @@ class LogStream:
 
     def _unpacked(self, unpack: Callable[[bytes], Any], ref: FrameRef) -> Any:
         """The content of a frame; its checksum is right, but the bytes may still be invalid."""
-        try:
+        with self._bad_bytes(ref):
             return unpack(ref.read())
+
+    @contextmanager
+    def _bad_bytes(self, ref: FrameRef) -> Iterator[None]:
+        """Raise BadBytesError of the `with` block as an error of a frame."""
+        try:
+            yield
         except BadBytesError as error:
             raise self._damaged(ref, str(error)) from None
 
@@ -378,11 +378,9 @@ class LogStream:
         return sorted((ref for ref in refs if ref.header.type == kind), key=lambda ref: ref.header.lsn)
 
     def _table(self, ref: FrameRef) -> tuple[Table, int]:
-        try:
+        with self._bad_bytes(ref):
             size = table_size(ref.header, self._bytes(ref, 0, TABLE_HEAD.size))
             return unpack_table(ref.header, self._bytes(ref, 0, size))
-        except BadBytesError as error:
-            raise self._damaged(ref, str(error)) from None
 
     def _row(self, ref: FrameRef, number: int) -> Row | None:
         """One entry of a table: most steps have a block at the same place."""

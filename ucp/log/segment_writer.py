@@ -65,8 +65,7 @@ class SegmentWriter:
         """Write a frame whose payload is `parts` end to end; returns (length, checksum) of the payload."""
         length = sum(len(part) for part in parts)
         total = checksum(parts[0]) if len(parts) == 1 else checksum(b"".join(parts))
-        self._append(kind, step, parts, length, total, flags)
-        return length, total
+        return self._append(kind, step, parts, length, total, flags)
 
     def append_table(
         self, kind: FrameType, step: int, table: Table, blocks: Sequence[Buffer], *, flags: int = 0, base_step: int = -1
@@ -76,10 +75,11 @@ class SegmentWriter:
         head = pack_table(table, base_step)
         total = checksum(memoryview(head)[: table_bytes(len(table))])
         length = len(head) + sum(len(block) for block in blocks)
-        self._append(kind, step, [head, *blocks], length, total, flags)
-        return length, total
+        return self._append(kind, step, [head, *blocks], length, total, flags)
 
-    def _append(self, kind: FrameType, step: int, parts: Sequence[Buffer], length: int, total: int, flags: int) -> None:
+    def _append(
+        self, kind: FrameType, step: int, parts: Sequence[Buffer], length: int, total: int, flags: int
+    ) -> tuple[int, int]:
         if self._fd < 0:
             self.open_segment()
         header = FrameHeader(kind, flags, self.stream, self.epoch, self.next_lsn, step, length, total, self.end)
@@ -88,6 +88,7 @@ class SegmentWriter:
         self.next_lsn += 1
         if self.on_frame is not None:
             self.on_frame(header, parts)
+        return length, total
 
     def _write_frame(self, header: FrameHeader, parts: Sequence[Buffer]) -> None:
         self._reserve(header.end)
@@ -172,15 +173,10 @@ class SegmentWriter:
                     part = part[:room]
                 some.append(part)
                 room -= len(part)
-            offset += self._write_some(offset, some)
-
-    def _write_some(self, offset: int, parts: list[memoryview]) -> int:
-        size = sum(map(len, parts))
-        done = os.pwritev(self._fd, parts, offset)
-        while done < size:  # rare: a signal, or a file system that is almost full
-            whole = b"".join(parts)
-            done += os.pwrite(self._fd, whole[done:], offset + done)
-        return size
+            end = offset + sum(map(len, some))
+            offset += os.pwritev(self._fd, some, offset)
+            if offset < end:  # rare: a signal, or a file system that is almost full
+                pending.append(memoryview(b"".join(some))[offset - end :])
 
 
 class FilelessWriter(SegmentWriter):
@@ -205,8 +201,7 @@ def log_write_error(path: Path, error: OSError) -> StorageError:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A step as frames: STEP, its gradient blocks, states, notes, COMMIT
+# A step as frames: STEP, its gradient blocks, states, notes, COMMIT -------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +289,7 @@ def build_table(blocks: Sequence[EncodedBlock]) -> tuple[Table, list[Buffer]]:
     return np.array(rows, ENTRY), parts
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# States and buffers after a step: differences from the previous step, or absolute values
+# States and buffers after a step: differences from the previous step, or absolute values ----------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,32 +321,21 @@ class StateEncoder:
         full: list[EncodedBlock] = []
         differences: list[EncodedBlock] = []
         for value in values:
-            difference = self._difference(value)
-            if difference is not None:
-                differences.append(difference)
+            bits, key = value.bits, (value.block, value.state)
+            is_chained = value.chained and self._can_compress
+            before = self._before.get(key) if is_chained else None
+            if before is not None and (before.shape, before.dtype) != (bits.shape, bits.dtype):
+                before = None
+            encoding, data = (Encoding.RAW, bits) if before is None else encode_difference(before, bits)
+            if before is not None and data.nbytes < bits.nbytes:
+                block = EncodedBlock(value.block, encoding, value.dtype, len(bits), data, value.state)
+                differences.append(block)
             else:
-                full.append(encode_block(value.block, value.bits, value.dtype, compress=compress, state=value.state))
-            if value.chained:
-                self._remember(value)
+                full.append(encode_block(value.block, bits, value.dtype, compress=compress, state=value.state))
+            if before is not None:
+                np.copyto(before, bits)
+            elif is_chained:
+                self._before[key] = bits.copy()
         frames = StateFrames(full, differences, self._step)
         self._step = step
         return frames
-
-    def _difference(self, value: StateValue) -> EncodedBlock | None:
-        before = self._before.get((value.block, value.state)) if value.chained and self._can_compress else None
-        if before is None or before.shape != value.bits.shape or before.dtype != value.bits.dtype:
-            return None
-        encoding, data = encode_difference(before, value.bits)
-        if data.nbytes >= value.bits.nbytes:
-            return None
-        return EncodedBlock(value.block, encoding, value.dtype, len(value.bits), data, value.state)
-
-    def _remember(self, value: StateValue) -> None:
-        if not self._can_compress:
-            return
-        key = value.block, value.state
-        before = self._before.get(key)
-        if before is None or before.shape != value.bits.shape or before.dtype != value.bits.dtype:
-            self._before[key] = value.bits.copy()
-        else:
-            np.copyto(before, value.bits)

@@ -7,13 +7,13 @@ result is always a prefix of what was written. `StepSequence` is also what a sha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 from typing import Final, Literal
 
-from ucp.errors import StorageError
+from ucp.errors import storage_errors
 from ucp.log.codecs import DTYPES
 from ucp.log.frames import (
     BATCH_END,
@@ -154,17 +154,13 @@ def scan_stream(folder: Path, epoch: int, schema: StreamSchema, check: Literal["
 
 def list_segments(folder: Path) -> list[LogSegment]:
     """The segment files of a stream, in order."""
-    try:
+    with storage_errors(folder), suppress(FileNotFoundError):
         paths = sorted(path for path in folder.iterdir() if path.suffix == SUFFIX and path.stem.isdigit())
         return [LogSegment(path, int(path.stem), path.stat().st_size) for path in paths]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StorageError(f"{folder}: cannot be read: {error.strerror}") from error
+    return []
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# From frames to steps
+# From frames to steps -----------------------------------------------------------------------------------------------
 
 
 class FrameRole(Enum):
@@ -257,8 +253,7 @@ def _group_steps(scan: StreamScan, frames: list[FrameRef]) -> None:
         scan.add_defect("incomplete", step.commit, scan.last_step, f"step {step.step} has no commit")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# From segments to frames
+# From segments to frames --------------------------------------------------------------------------------------------
 
 
 def _frames(scan: StreamScan, epoch: int, schema: StreamSchema) -> Iterator[FrameRef]:
@@ -368,8 +363,7 @@ def _durable_after(file: SegmentFile, segment: LogSegment) -> bool:
     return False
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# One file
+# One file -----------------------------------------------------------------------------------------------------------
 
 
 class SegmentFile(RandomAccessFile):

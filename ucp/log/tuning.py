@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any, Final
@@ -58,7 +58,7 @@ class Waste:
 
     @property
     def total(self) -> float:
-        return self.bases + self.recording + self.syncs + self.lost_steps + self.restarts + self.replay
+        return float(sum(astuple(self)))
 
     @property
     def overhead(self) -> float:

@@ -58,8 +58,7 @@ class WriterStats:
         return asdict(self)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Slots: memory between the training loop and the writer's thread
+# Slots: memory between the training loop and the writer's thread ----------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -116,8 +115,7 @@ def make_slots(schema: StreamSchema, count: int | None = None, *, gradients: boo
     return slots
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The thread's side: batches of steps that become durable together
+# The thread's side: batches of steps that become durable together ---------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -271,12 +269,8 @@ class DurableBatches:
         if slot is None:
             writer.append(job.kind, job.step, [job.payload])
         else:
-            blocks = [
-                encode_block(
-                    block, slot.arrays[block], slot.dtypes[block], compress=self._compress, sparse=self._sparse
-                )
-                for block in slot.present
-            ]
+            how = {"compress": self._compress, "sparse": self._sparse}
+            blocks = [encode_block(n, slot.arrays[n], slot.dtypes[n], **how) for n in slot.present]
             if slot.values and job.states is None:
                 job.states = self._values.encode(slot.step, slot.values, compress=self._compress)
             self.stats.bytes += append_step(
@@ -303,9 +297,6 @@ class DurableBatches:
         except OSError:
             self.error = log_write_error(failed, error)
             self.give_up()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 class StreamWriter:
@@ -342,9 +333,9 @@ class StreamWriter:
         else:
             writer = SegmentWriter(folder, epoch, schema.stream, schema.hash(), next_lsn)
         writer.on_frame = on_frame
-        self._slots = make_slots(schema, slots, gradients=gradients)
+        self.slots = make_slots(schema, slots, gradients=gradients)
         self._free: queue.SimpleQueue[StepSlot] = queue.SimpleQueue()
-        for slot in self._slots:
+        for slot in self.slots:
             self._free.put(slot)
         self._work: queue.SimpleQueue[WriteJob | Callable[[], None] | None] = queue.SimpleQueue()
         self._bug: BaseException | None = None
@@ -354,17 +345,13 @@ class StreamWriter:
             self.stats,
             self.release,
             steps=batch_steps,
-            most_steps=len(self._slots),
+            most_steps=len(self.slots),
             compress=compress,
             sparse=sparse,
         )
         self._thread = threading.Thread(target=self._run, name="ucp-log", daemon=True)
         self._thread.start()
         atexit.register(self._at_exit)  # a program that ends without `close` should not lose steps either
-
-    @property
-    def slots(self) -> list[StepSlot]:
-        return self._slots
 
     @property
     def batch_steps(self) -> int:
@@ -390,10 +377,8 @@ class StreamWriter:
     def acquire(self) -> StepSlot:
         """A free slot; waits while all are in use."""
         self.raise_error()
-        try:
+        with contextlib.suppress(queue.Empty):
             return self._free.get_nowait()
-        except queue.Empty:
-            pass
         self.stats.stalls += 1
         begin = time.perf_counter()
         slot = self._free.get()
@@ -443,9 +428,8 @@ class StreamWriter:
                 done.set()
 
         self._work.put(sync_now)
-        while not done.wait(0.5):
-            if not self._thread.is_alive():
-                break
+        while not done.wait(0.5) and self._thread.is_alive():
+            pass
         self.raise_error()
         return self.durable_step
 

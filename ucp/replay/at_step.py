@@ -3,9 +3,7 @@
     state = at_step(base, Log.open("run"), 1200)
 
 is a `Checkpoint` like any other; nothing is computed before its bytes are read. Digests in the log can prove or refute
-that a replay produces the job's own bits.
-
-Open a checkpoint, or the state after a step of a logged run: SRC, --log and --step of every command.
+that a replay produces the job's own bits. `open_at` implements SRC, --log and --step of every command.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import xxhash
 from ucp.core.checkpoint import STEP, Checkpoint, Note
 from ucp.errors import UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
-from ucp.log.base_folders import BaseCheckpoint, list_bases
+from ucp.log.base_folders import BaseCheckpoint, list_bases, usable_bases
 from ucp.log.payloads import StateDigest
 from ucp.log.reader import EpochSpan, Log
 from ucp.log.stream_schema import PARAM
@@ -94,7 +92,13 @@ def replay_to_step(base: Checkpoint, log: Log, step: int | None = None) -> Repla
     if last < first:
         raise UsageError(f"{base.root}: is of step {first}, after step {last}", hint="use a base of an earlier step")
     spans = [] if last == first else _spans_between(log.spans(last), first, last, log)
-    _check_fuzzy(base, {**steps, "the rest": known.step} if steps else {}, spans[0].last if spans else last)
+    earliest = spans[0].last if spans else last
+    for name, newest in ({**steps, "the rest": known.step} if steps else {}).items():
+        if newest > earliest:
+            raise UsageError(
+                f"{base.root}: parameter {name} is of step {newest}, after step {earliest}",
+                hint="a base whose tensors are of different steps can be used from the step of its newest tensor on",
+            )
     replayed = ReplayedState(base)
     for span in spans:
         replayed = _after_span(replayed, span, step_before, steps)
@@ -117,15 +121,6 @@ def _unreplayed(base: Checkpoint, known: BaseCheckpoint, log: Log) -> Checkpoint
         if continues and following in epoch.steps:
             return with_following_hyper(base, EpochSpan(epoch, following, epoch.steps.stop - 1))
     return base
-
-
-def _check_fuzzy(base: Checkpoint, steps: Mapping[str, int], last: int) -> None:
-    for name, step in steps.items():
-        if step > last:
-            raise UsageError(
-                f"{base.root}: parameter {name} is of step {step}, after step {last}",
-                hint="a base whose tensors are of different steps can be used from the step of its newest tensor on",
-            )
 
 
 def _base_of(base: Checkpoint, log: Log) -> BaseCheckpoint:
@@ -165,17 +160,14 @@ def _undone_base(base: BaseCheckpoint, spans: Sequence[EpochSpan], log: Log) -> 
         after = base.step > forks.get(epoch.number, base.step)
         if not after or base.epoch not in (epoch.number, -1) or (base.epoch < 0 and base.step not in epoch.steps):
             continue
-        reason = (
-            f"the base is of step {base.step} of epoch {epoch.number}, which was left after step {forks[epoch.number]}"
-        )
-        if base.epoch < 0 and spans[0].epoch is not epoch:
-            reason = f"the base may be of epoch {epoch.number}, which was left after step {forks[epoch.number]}"
+        known = base.epoch >= 0 or spans[0].epoch is epoch
+        whose = f"is of step {base.step} of epoch {epoch.number}" if known else f"may be of epoch {epoch.number}"
+        reason = f"the base {whose}, which was left after step {forks[epoch.number]}"
         return [ApproximationLabel(base.step, ALL_PARAMETERS, reason)]
     return []
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# One span
+# One span -----------------------------------------------------------------------------------------------------------
 
 
 def _after_span(before: ReplayedState, span: EpochSpan, step: int, steps: Mapping[str, int]) -> ReplayedState:
@@ -189,15 +181,12 @@ def _after_span(before: ReplayedState, span: EpochSpan, step: int, steps: Mappin
     builder = SpanBuilder(base, span, kernel, step, steps)
     tensors = builder.tensors()
     if kernel is not None and kernel.id == "deepspeed.cpu_adam":
-        labels += _beta_product_labels(span, tensors)
+        unknown = _unknown_beta_products(span, tensors)
+        labels += [ApproximationLabel(span.first, ALL_PARAMETERS, unknown)] if unknown else []
     identity = f"{manifest.run} {span.epoch.number} {base.step} {span.first} {span.last}"
     inner = base.computed
-    files = ReplayedFiles(
-        SourceFiles(base.root, computed=inner),
-        tensors,
-        identity if inner is None else f"{inner.identity}; {identity}",
-        inner,
-    )
+    identity = identity if inner is None else f"{inner.identity}; {identity}"
+    files = ReplayedFiles(SourceFiles(base.root, computed=inner), tensors, identity, inner)
     parameters = builder.parameters(tensors)
     logged = {**set_logged_buffers(parameters, span, builder.stored), **builder.logged}
     computed = LoggedFiles(logged, files) if logged else files
@@ -206,23 +195,21 @@ def _after_span(before: ReplayedState, span: EpochSpan, step: int, steps: Mappin
     return ReplayedState(advance_extras(after, span), labels, tensors)
 
 
-def _beta_product_labels(span: EpochSpan, tensors: Sequence[ReplayedTensor]) -> list[ApproximationLabel]:
-    """DeepSpeed's CPU Adam multiplies betas since its process started; the log may not know when that was."""
+def _unknown_beta_products(span: EpochSpan, tensors: Sequence[ReplayedTensor]) -> str | None:
+    """DeepSpeed's CPU Adam multiplies betas since its process started; why the log does not determine the product."""
     manifest = span.epoch.manifest
-    resumed = max((tensor.resumed_at for tensor in tensors), default=0)
+    resumed = any(tensor.resumed_at > 0 for tensor in tensors)
     betas = {tuple(update.hyper["betas"]) for tensor in tensors for update in tensor.updates[:1]}
     if len(betas) > 1:
-        reason = "the groups of DeepSpeed's CPU Adam have different betas: their running products depend on the order"
-        return [ApproximationLabel(span.first, ALL_PARAMETERS, reason)]
-    first_kept = span.epoch.steps.start
-    if first_kept != manifest.start + 1 or (resumed and manifest.parent is None and manifest.base is None):
-        reason = "the step at which DeepSpeed's CPU Adam started is unknown, and with it its running product of betas"
-        return [ApproximationLabel(span.first, ALL_PARAMETERS, reason)]
-    return []
+        return "the groups of DeepSpeed's CPU Adam have different betas: their running products depend on the order"
+    if span.epoch.steps.start == manifest.start + 1 and not (
+        resumed and manifest.parent is None and manifest.base is None
+    ):
+        return None
+    return "the step at which DeepSpeed's CPU Adam started is unknown, and with it its running product of betas"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Digests
+# Digests ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -267,12 +254,12 @@ def _prove_tensor(proof: DigestProof, tensor: ReplayedTensor, base: SourceFiles)
         proof.proven.update(dict.fromkeys(names, -1))
         return  # the job's digest includes rows that pad the vocabulary, and the base does not have them
     begin = max((parameter.step for parameter in tensor.base_parameters.values()), default=tensor.last)
-    known = {
-        step: [digest for digest in digests if digest.tensor == tensor.index and not _is_counter(digest, tensor)]
-        for step, digests in sorted(tensor.stream.digests().items())
-        if (begin <= step if tensor.kernel is not None else step == tensor.last) and step <= tensor.last
-    }
-    known = {step: digests for step, digests in known.items() if digests}
+    known: dict[int, list[StateDigest]] = {}
+    for step, digests in sorted(tensor.stream.digests().items()):
+        if (begin if tensor.kernel is not None else tensor.last) <= step <= tensor.last:
+            # Old logs have digests of step counters for parameters that are a single number.
+            own = [d for d in digests if d.tensor == tensor.index and not (d.kind == STEP and tensor.numel == 1)]
+            known.update({step: own} if own else {})
     running = {(step, d.kind): xxhash.xxh3_128() for step, digests in known.items() for d in digests}
     for number in range(-(-tensor.numel // tensor.chunk_numel)):
         replay = ChunkReplay(tensor, number, base)
@@ -294,11 +281,6 @@ def _prove_tensor(proof: DigestProof, tensor: ReplayedTensor, base: SourceFiles)
         if {_kind(d) for d in digests} >= set(tensor.kinds):
             for name in names:
                 proof.proven[name] = max(proof.proven[name], step)
-
-
-def _is_counter(digest: StateDigest, tensor: ReplayedTensor) -> bool:
-    """Is it the digest of a step counter? Old logs have these for parameters that are a single number."""
-    return digest.kind == STEP and tensor.numel == 1
 
 
 def _kind(digest: StateDigest) -> str:
@@ -324,8 +306,6 @@ def open_at(
         if step is not None or exact:
             raise UsageError("--step and --exact need a log", hint="give the log with --log, or leave them out")
         return open_checkpoint(parse_path(path), options)
-    from ucp.log.reader import Log
-
     wanted = parse_step(step)
     opened = Log.open(parse_path(log), check="tail")  # blocks are checked when they are read
     base = open_checkpoint(find_base(parse_path(path), opened, wanted), replace(options, spread=True))
@@ -339,19 +319,13 @@ def open_at(
 
 def parse_step(step: int | str | None) -> int | None:
     """Parse a step; None is the last one in the log."""
-    if step is None or step == LATEST:
-        return None
-    if isinstance(step, str):
-        if not step.isdecimal():
-            raise UsageError(f"{step!r} is not a step", hint="give a number, or latest")
-        return int(step)
-    return step
+    if isinstance(step, str) and step != LATEST and not step.isdecimal():
+        raise UsageError(f"{step!r} is not a step", hint="give a number, or latest")
+    return None if step is None or step == LATEST else int(step)
 
 
 def find_base(path: Path, log: Log, step: int | None) -> Path:
     """The base to start from: the checkpoint itself, or in a run's folder the newest base up to the step."""
-    from ucp.log.base_folders import list_bases, usable_bases
-
     if path.resolve() not in (log.run_folder.resolve(), log.root.resolve()) or not list_bases(log.run_folder):
         return path
     usable = usable_bases(log, step)

@@ -51,10 +51,9 @@ def verify_at(
     """
     if log is None:
         raise UsageError("--step and --exact need a log", hint="give the log with --log")
-    wanted = parse_step(step)
+    wanted, level = parse_step(step), Level.parse(level)
     options = replace(options, spread=True)
-    depth = Level[level.upper()] if isinstance(level, str) and level.upper() in Level.__members__ else level
-    with Log.open(parse_path(log), "inspect", check="all" if depth is Level.DEEP else "tail") as opened:
+    with Log.open(parse_path(log), "inspect", check="all" if level is Level.DEEP else "tail") as opened:
         base = find_base(parse_path(path), opened, wanted)
         how: dict[str, Any] = {"jobs": jobs, "progress": progress, "policy": policy, "processes": processes}
         report = verify(base, level, options=options, **how)

@@ -53,6 +53,8 @@ def why_not_replayed(fingerprint: KernelFingerprint) -> str:
 
 def approximation_reasons(manifest: EpochManifest) -> list[str]:
     """Why a replay of this epoch on this machine may not produce the same bits; empty if it does."""
+    from importlib.metadata import PackageNotFoundError, version
+
     import torch
 
     fingerprint = manifest.kernel
@@ -69,22 +71,15 @@ def approximation_reasons(manifest: EpochManifest) -> list[str]:
             f"it was trained with {fingerprint.cpu_capability or 'unknown'} vectors, this CPU has {capability}"
         )
     if fingerprint.library and fingerprint.id.startswith("deepspeed."):
-        reasons.extend(_other_deepspeed(fingerprint.library))
+        try:
+            here = version("deepspeed")
+        except PackageNotFoundError:
+            here = f"none (Python {platform.python_version()})"
+        if _release(here) != _release(fingerprint.library.rpartition(" ")[2]):
+            reasons.append(f"it was trained with DeepSpeed {fingerprint.library} and is replayed with {here}")
     return reasons
 
 
 def _release(version: str) -> str:
     """A version without its build suffix."""
     return version.partition("+")[0]
-
-
-def _other_deepspeed(trained: str) -> list[str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        here = version("deepspeed")
-    except PackageNotFoundError:
-        here = f"none (Python {platform.python_version()})"
-    if _release(here) == _release(trained.rpartition(" ")[2]):
-        return []
-    return [f"it was trained with DeepSpeed {trained} and is replayed with {here}"]

@@ -1,14 +1,11 @@
-"""The gradients of a chunk, one update after the other, as they were logged.
-
-The steps of a log as updates: when an optimizer tensor was updated, and with which hyper-parameters.
-"""
+"""What a log contains for each update of an optimizer tensor: hyper-parameters, and the gradients of its elements."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -24,7 +21,6 @@ from ucp.replay.kernels import PYTHON_NUMBER, ReusedBuffer, reused_buffer, scrat
 
 if TYPE_CHECKING:
     import torch
-
 
 _NARROWED: Final = int(Encoding.NARROWED)
 _UNCOMPRESSED: Final = (int(Encoding.RAW), _NARROWED)
@@ -139,9 +135,7 @@ class StreamUpdates:
         self._span = span
         self.stream = stream
         self._constants = [group.hyper for group in span.epoch.manifest.groups]
-        self._block_count = len(stream.schema.blocks)
         self.of_group = cache(self._of_group)
-        self._missing: dict[int, frozenset[int]] | None = None  # step → blocks without gradient, if there are any
 
     def of_tensor(self, tensor: int) -> list[OptimizerUpdate]:
         """The updates of an optimizer tensor: none in steps in which it had no gradient."""
@@ -150,32 +144,29 @@ class StreamUpdates:
         first = next((block.id for block in schema.blocks if block.tensor == tensor), None)
         if first is None:
             return []
-        missing = self._missing_blocks()
+        missing = self._missing
         return [update for update in updates if first not in missing.get(update.step, ())] if missing else updates
 
     def _of_group(self, group: int) -> list[OptimizerUpdate]:
-        return list(self._updates(group))
-
-    def _updates(self, group: int) -> Iterator[OptimizerUpdate]:
         constants = self._constants[group] if group < len(self._constants) else {}
+        updates: list[OptimizerUpdate] = []
         for step in range(self._span.first, self._span.last + 1):
             record = self.stream.record(step)
-            if record.skipped:
-                continue
-            scalars = next((one for one in record.groups if one.group == group), None)
-            if scalars is None or not scalars.stepped:
-                continue
-            scale = None if record.scale is None else float(record.scale)
-            yield OptimizerUpdate(step, group_hyper(constants, scalars), scale, scalars.opt_step)
+            scalars = next((one for one in record.groups if one.group == group and one.stepped), None)
+            if scalars is not None and not record.skipped:
+                scale = None if record.scale is None else float(record.scale)
+                updates.append(OptimizerUpdate(step, group_hyper(constants, scalars), scale, scalars.opt_step))
+        return updates
 
-    def _missing_blocks(self) -> dict[int, frozenset[int]]:
-        if self._missing is None:
-            self._missing = {}
-            for step in range(self._span.first, self._span.last + 1):
-                if not self.stream.record(step).skipped and self.stream.block_count(step) != self._block_count:
-                    every = frozenset(range(self._block_count))
-                    self._missing[step] = every.difference(self.stream.blocks(step))
-        return self._missing
+    @cached_property
+    def _missing(self) -> dict[int, frozenset[int]]:
+        """Step → blocks without gradient, if there are any."""
+        every = frozenset(range(len(self.stream.schema.blocks)))
+        return {
+            step: every.difference(self.stream.blocks(step))
+            for step in range(self._span.first, self._span.last + 1)
+            if not self.stream.record(step).skipped and self.stream.block_count(step) != len(every)
+        }
 
 
 def all_steps_skipped(stream: LogStream, first: int, last: int) -> bool:

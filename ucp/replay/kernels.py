@@ -4,9 +4,8 @@ A replay is exact only if it runs the same arithmetic as the job, so the kernels
 of torch and DeepSpeed themselves call. An update must be element-wise: every element is computed from its own gradient
 and states. `ucp.core.optimizers` describes the optimizers; one without a kernel here is not replayed.
 
-Memory that a thread reuses while it replays: allocating it anew would cost as much as an update.
-
-There is one buffer per use and thread, as large as the largest request so far.
+A thread reuses its memory: allocating it anew would cost as much as an update. There is one buffer per use and thread,
+as large as the largest request so far.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from ucp.read.casting import RawArray, page_aligned
 
 if TYPE_CHECKING:
     import torch
-
 
 # Vectorized kernels treat the last few elements of a tensor differently. Chunks that start at multiples of this many
 # elements of the optimizer's tensor, and end at one or with the tensor, give every element the same treatment.
@@ -106,8 +104,7 @@ def _step_after(step: int) -> torch.Tensor:
     return torch.tensor(float(step), dtype=torch.float32).add_(1)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Adam and AdamW
+# Adam and AdamW -----------------------------------------------------------------------------------------------------
 
 
 def _is_decoupled(hyper: Hyper, default: bool) -> bool:
@@ -117,11 +114,12 @@ def _is_decoupled(hyper: Hyper, default: bool) -> bool:
 
 def _single_adam(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper, *, decoupled: bool) -> None:
     """`single` or `foreach`, which produce the same bits."""
+    import torch
+
     decoupled = _is_decoupled(hyper, decoupled)
-    if _is_plain(chunk, hyper) and _torch_computes_alike(decoupled):
-        _plain_adam(chunk, grad, hyper, decoupled)
-    else:
-        _torch_adam(chunk, grad, hyper, decoupled)
+    unusual = hyper.get("amsgrad") or hyper.get("maximize") or hyper.get("lr_kind", PYTHON_NUMBER) != PYTHON_NUMBER
+    is_plain = not unusual and chunk.param.dtype is torch.float32 and _torch_computes_alike(decoupled)
+    (_plain_adam if is_plain else _torch_adam)(chunk, grad, hyper, decoupled)
 
 
 def _torch_adam(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper, decoupled: bool) -> None:
@@ -147,13 +145,6 @@ def _torch_adam(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper, decoupled: 
         eps=hyper["eps"],
         maximize=bool(hyper.get("maximize")),
     )
-
-
-def _is_plain(chunk: StateChunk, hyper: Hyper) -> bool:
-    import torch
-
-    unusual = hyper.get("amsgrad") or hyper.get("maximize") or hyper.get("lr_kind", PYTHON_NUMBER) != PYTHON_NUMBER
-    return not unusual and chunk.param.dtype is torch.float32
 
 
 def _plain_adam(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper, decoupled: bool) -> None:
@@ -202,8 +193,11 @@ def _torch_computes_alike(decoupled: bool) -> bool:
 
 def _fused_adam(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper, *, decoupled: bool) -> None:
     """The operator that torch's fused Adam ends in: the Python code around it costs as much as a small tensor."""
+    import torch
+
     states, betas, amsgrad = chunk.states, hyper["betas"], bool(hyper.get("amsgrad"))
-    _fused_operator(_is_decoupled(hyper, decoupled))(
+    operator: Any = torch._fused_adamw_ if _is_decoupled(hyper, decoupled) else torch._fused_adam_
+    operator(
         [chunk.param],
         [grad],
         [states["exp_avg"]],
@@ -222,15 +216,7 @@ def _fused_adam(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper, *, decouple
     )
 
 
-@cache
-def _fused_operator(decoupled: bool) -> Any:
-    import torch
-
-    return torch._fused_adamw_ if decoupled else torch._fused_adam_
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Optimizers with one state
+# Optimizers with one state ------------------------------------------------------------------------------------------
 
 
 def _sgd(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper, *, fused: bool) -> None:
@@ -284,8 +270,7 @@ def _lion(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper) -> None:
     moment.mul_(second).add_(grad, alpha=1 - second)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# DeepSpeed's CPU optimizers: C++ operators that DeepSpeed compiles on the machine that they run on
+# DeepSpeed's CPU optimizers: C++ operators that DeepSpeed compiles on the machine that they run on ------------------
 
 _NUMBERS: Final = itertools.count(1 << 20)  # of optimizers; a job in this process counts from 0
 _NATIVE_LOCK: Final = threading.Lock()  # the operators' tables of optimizers are not thread-safe
@@ -298,7 +283,13 @@ def _cpu_adam(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper) -> None:
     if chunk.handle is None:
         mode = bool(hyper.get("adamw_mode", True))
         chunk.handle = _NativeOptimizer("adam", (hyper["lr"], *arguments[:4], mode, False))
-        _repeat_beta_products(chunk, hyper["lr"], arguments)
+        import torch
+
+        # Bring the operator's running products of betas to where the job had them: every step rounds them. They start
+        # with the process: in the first update they are powers, from then on they are multiplied.
+        dummies = [torch.zeros(1) for _ in range(4)]
+        for step in range(chunk.resumed_at + 1, chunk.step + 1):
+            chunk.handle.op.adam_update(chunk.handle.number, step, hyper["lr"], *arguments, *dummies)
     chunk.handle.op.adam_update(
         chunk.handle.number,
         chunk.step + 1,
@@ -309,18 +300,6 @@ def _cpu_adam(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper) -> None:
         chunk.states["exp_avg"],
         chunk.states["exp_avg_sq"],
     )
-
-
-def _repeat_beta_products(chunk: StateChunk, lr: float, arguments: tuple[Any, ...]) -> None:
-    """Bring the operator's running products of betas to where the job had them: every step rounds them.
-
-    They start with the process: in the first update they are powers, from then on they are multiplied.
-    """
-    import torch
-
-    dummies = [torch.zeros(1) for _ in range(4)]
-    for step in range(chunk.resumed_at + 1, chunk.step + 1):
-        chunk.handle.op.adam_update(chunk.handle.number, step, lr, *arguments, *dummies)
 
 
 def _cpu_lion(chunk: StateChunk, grad: torch.Tensor, hyper: Hyper) -> None:
@@ -369,9 +348,6 @@ def load_native_op(name: str) -> Any:
             f"DeepSpeed's cpu_{name} operator cannot be loaded: {error}",
             hint="install deepspeed and a C++ compiler with ninja, or replay on the machine that trained",
         ) from error
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def _kernel(

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ucp.core.box import Shape
 from ucp.core.checkpoint import COMPUTED, WEIGHT, Atom, ComputedFiles, ForkableFiles, Fragment, Parameter
-from ucp.core.dtypes import DType
+from ucp.core.dtypes import DType, scalar_data
 from ucp.core.region import Region
 from ucp.log.codecs import DTYPES, Bits, EncodedBlock, apply_difference
 from ucp.log.frames import FrameType
@@ -150,8 +150,7 @@ def fold_differences(deltas: Sequence[Bits]) -> Bits:
     return level[0]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Values as atoms of the base's index
+# Values as atoms of the base's index --------------------------------------------------------------------------------
 
 
 def shaped_atom(
@@ -160,6 +159,12 @@ def shaped_atom(
     """An atom that does not have its parameter's shape: a number with its bytes `inline`, or a computed file."""
     fragment = Fragment(Region.all_of(shape), file if inline is None else "", 0, dtype, inline=inline)
     return Atom(name, kind, shape, dtype, (fragment,), computed=inline is None)
+
+
+def with_number(atom: Atom, number: float) -> Atom | None:
+    """A one-element atom with another value; None if its dtype or shape does not allow that."""
+    data = scalar_data(number, atom.dtype) if atom.numel == 1 else None
+    return None if data is None else shaped_atom(atom.name, atom.kind, atom.shape, atom.dtype, inline=data)
 
 
 def set_buffer(parameters: dict[str, Parameter], name: str, file: str, dtype: DType) -> bool:

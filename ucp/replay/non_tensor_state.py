@@ -11,11 +11,10 @@ from typing import Any, Final
 
 from ucp.containers.inert import Inert
 from ucp.containers.pickle_writer import bare_object
-from ucp.core.checkpoint import Atom, Checkpoint, Extras, Fragment, Note, ParamGroup
-from ucp.core.dtypes import scalar_data
-from ucp.core.region import Region
+from ucp.core.checkpoint import Atom, Checkpoint, Extras, Note, ParamGroup
 from ucp.log.payloads import StepRecord
 from ucp.log.reader import EpochSpan, LogStream
+from ucp.replay.logged_states import with_number
 
 _GLOBAL_STEPS: Final = "global_steps"
 _RNG_FILE: Final = re.compile(r"rng_state(_\d+)?\.pth")
@@ -72,7 +71,10 @@ def _groups(
         number = next((numbers[name] for name in group.names if name in numbers), None)
         hyper = dict(group.hyper)
         if number is not None:
-            hyper.update(_scalars(hyper, _last_record(stream, span, number), number))
+            for step in range(span.last, span.first - 1, -1):  # the newest step in which the group was updated
+                if scalars := _scalars(hyper, stream.record(step), number):
+                    hyper.update(scalars)
+                    break
             following = _set_after(hyper, stream, span, number, aux)
             hyper.update(following)
             if "lr" not in following and not notes:
@@ -82,19 +84,11 @@ def _groups(
     return groups, notes
 
 
-def _last_record(stream: LogStream, span: EpochSpan, group: int) -> StepRecord | None:
-    """The newest step in which the optimizer was called with this group."""
-    for step in range(span.last, span.first - 1, -1):
-        record = stream.record(step)
-        if not record.skipped and any(scalars.group == group for scalars in record.groups):
-            return record
-    return None
-
-
-def _scalars(hyper: Mapping[str, Any], record: StepRecord | None, group: int) -> dict[str, Any]:
-    if record is None:
+def _scalars(hyper: Mapping[str, Any], record: StepRecord, group: int) -> dict[str, Any]:
+    """The hyper-parameters of a group in one step; {} if the step was skipped or did not update the group."""
+    scalars = next((one for one in record.groups if one.group == group), None)
+    if record.skipped or scalars is None:
         return {}
-    scalars = record.group(group)
     logged = {key: getattr(scalars, key) for key in ("eps", "weight_decay", "momentum", "dampening")}
     logged = {key: value for key, value in logged.items() if not math.isnan(value)}
     betas = {} if math.isnan(scalars.beta1) else {"betas": [scalars.beta1, scalars.beta2]}
@@ -126,11 +120,7 @@ def _set_after(
     if isinstance(rates, list) and group < len(rates) and isinstance(rates[group], (int, float)):
         return {"lr": float(rates[group])}
     following = span.last + 1
-    if following in stream.steps:
-        record = stream.record(following)
-        if not record.skipped and any(scalars.group == group for scalars in record.groups):
-            return _scalars(hyper, record, group)
-    return {}
+    return _scalars(hyper, stream.record(following), group) if following in stream.steps else {}
 
 
 def _tree(tree: Any, span: EpochSpan, aux: Mapping[str, Any], notes: list[Note]) -> Any:
@@ -146,7 +136,12 @@ def _tree(tree: Any, span: EpochSpan, aux: Mapping[str, Any], notes: list[Note])
         return {**tree, "client_state": {**tree["client_state"], **user}}
     inner = tree.get("optimizer_state_dict")
     if isinstance(inner, dict) and isinstance(inner.get("loss_scaler"), Inert):
-        return {**tree, "optimizer_state_dict": {**inner, "loss_scaler": _scaler(inner["loss_scaler"], aux)}}
+        scaler = inner["loss_scaler"]
+        if not isinstance(scaler.state, dict) or not isinstance(aux.get("scaler"), dict):
+            return tree
+        fields = {**scaler.state, **_plain_updates(scaler.state, aux["scaler"])}
+        newer = bare_object(scaler.module, scaler.qualname, fields)
+        return {**tree, "optimizer_state_dict": {**inner, "loss_scaler": newer}}
     if _GLOBAL_STEPS not in tree:
         return tree
     found = {**tree, _GLOBAL_STEPS: span.last, **user}
@@ -183,23 +178,5 @@ def _newer(old: Any, new: Any) -> Any:
     if isinstance(old, (list, tuple)) and isinstance(new, list) and len(old) == len(new):
         return _like(old, [_newer(*pair) for pair in zip(old, new, strict=True)])
     if isinstance(old, Atom) and isinstance(new, (int, float)):
-        return _number(old, new)
+        return with_number(old, new) or old
     return _like(old, new) if _is_plain(old) else old
-
-
-def _number(old: Atom, new: float) -> Atom:
-    """A one-element tensor (a learning rate) with another value."""
-    data = scalar_data(new, old.dtype) if old.numel == 1 else None
-    if data is None:
-        return old
-    fragment = Fragment(Region.all_of(old.shape), "", 0, old.dtype, inline=data)
-    return replace(old, fragments=(fragment,), replicas=(), combine="copy")
-
-
-def _scaler(scaler: Inert, aux: Mapping[str, Any]) -> Any:
-    """The loss scaler after the step, as an object of the same class."""
-    fields = scaler.state
-    logged = aux.get("scaler")
-    if not isinstance(fields, dict) or not isinstance(logged, dict):
-        return scaler
-    return bare_object(scaler.module, scaler.qualname, {**fields, **_plain_updates(fields, logged)})

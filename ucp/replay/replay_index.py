@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ucp.core.box import intersect, whole
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Parameter
-from ucp.core.dtypes import BY_NAME, FLOAT32, DType, scalar_data, scalar_value
+from ucp.core.dtypes import BY_NAME, FLOAT32, DType, scalar_value
 from ucp.core.region import Region
 from ucp.errors import InconsistentError, UsageError
 from ucp.log.codecs import EncodedBlock
@@ -20,7 +20,7 @@ from ucp.log.stream_schema import PARAM, LogBlock, LoggedParameter, kind_of_logg
 from ucp.replay.exactness import why_not_replayed
 from ucp.replay.gradients import OptimizerUpdate, StreamUpdates, all_steps_skipped
 from ucp.replay.kernels import ReplayKernel
-from ucp.replay.logged_states import LoggedStates, shaped_atom
+from ucp.replay.logged_states import LoggedStates, shaped_atom, with_number
 from ucp.replay.replayer import BaseParameter, ReplayedTensor, computed_file_name
 from ucp.storage.local import SourceFiles
 
@@ -174,7 +174,13 @@ class SpanBuilder:
                 group = of_stream.of_group(schema.group)
                 in_base = {block.parameter: self._in_base.of(block.parameter, updates, group) for block in blocks}
                 if self.kernel is None and not stored and span.first <= span.last:
-                    raise self._no_kernel()
+                    optimizer = f"{self.manifest.optimizer} ({self.manifest.kernel.id})"
+                    raise UsageError(
+                        f"{span.epoch.folder}: the optimizer {optimizer} cannot be replayed"
+                        f" ({why_not_replayed(self.manifest.kernel)}), and the log does not contain its states",
+                        hint='only the steps of its checkpoints are available; ucp.record(…, what="state") logs states'
+                        " as well",
+                    )
                 dtype = BY_NAME[schema.dtype]
                 self._in_base.check(in_base.values(), dtype, updates, stream.number)
                 yield ReplayedTensor(
@@ -192,13 +198,6 @@ class SpanBuilder:
                     span.last,
                     self._resumed_at(stream, schema.group),
                 )
-
-    def _no_kernel(self) -> UsageError:
-        return UsageError(
-            f"{self.span.epoch.folder}: the optimizer {self.manifest.optimizer} ({self.manifest.kernel.id}) cannot be"
-            f" replayed ({why_not_replayed(self.manifest.kernel)}), and the log does not contain its states",
-            hint='only the steps of its checkpoints are available; ucp.record(…, what="state") logs states as well',
-        )
 
     def _resumed_at(self, stream: LogStream, group: int) -> int:
         """Updates that the optimizer had counted at the start of the epoch, if its first steps are still in the log."""
@@ -220,9 +219,7 @@ class SpanBuilder:
         """The states after the span, with their dtypes."""
         known = {kind: atom.dtype for parameter in in_base for kind, atom in parameter.atoms.items() if kind != PARAM}
         if self.kernel is None:
-            logged = {
-                kind: found for block in blocks[:1] for kind, found in stored.kinds(block.id, self.span.last).items()
-            }
+            logged = stored.kinds(blocks[0].id, self.span.last) if blocks else {}
             if not logged:  # then those of the base that have the parameter's shape
                 logged = {
                     kind: atom.dtype
@@ -287,14 +284,11 @@ class SpanBuilder:
         first = places[0][0]
         atoms: dict[str, Atom] = {}
         for kind, atom in parameter.atoms.items():
-            if kind in (WEIGHT, MASTER):
-                # The module's weight is the master, cast.
-                fragments = _fragments(places, PARAM)
-                atoms[kind] = replace(atom, fragments=fragments, replicas=(), combine="copy", computed=True)
-            elif is_counter(atom):
+            logged = PARAM if kind in (WEIGHT, MASTER) else logged_kind(kind)  # the module's weight is the master, cast
+            if is_counter(atom):
                 atoms[kind] = self._advanced_counter(atom, first, parameter)
-            elif logged_kind(kind) in first.kinds:
-                fragments = _fragments(places, logged_kind(kind))
+            elif logged in first.kinds:
+                fragments = _fragments(places, logged)
                 atoms[kind] = replace(atom, fragments=fragments, replicas=(), combine="copy", computed=True)
             else:
                 atoms[kind] = atom
@@ -304,7 +298,10 @@ class SpanBuilder:
                 atoms[kind] = Atom(
                     parameter.name, kind, parameter.shape, dtype, _fragments(places, name), computed=True
                 )
-        if STEP not in atoms and self._counts(first.updates):
+        keeps_count = self.kernel is not None and self.kernel.optimizer.counts_updates
+        if self.kernel is None and first.updates:
+            keeps_count = first.updates[-1].before >= 0
+        if STEP not in atoms and first.updates and keeps_count:
             blank = Atom(parameter.name, STEP, (), FLOAT32, ())
             atoms[STEP] = self._advanced_counter(blank, first, parameter)
         if first.stored:
@@ -315,20 +312,13 @@ class SpanBuilder:
                 self.logged[file] = value
         return replace(parameter, atoms=atoms)
 
-    def _counts(self, updates: Sequence[OptimizerUpdate]) -> bool:
-        """Does the optimizer keep the number of its updates?"""
-        if not updates:
-            return False
-        return updates[-1].before >= 0 if self.kernel is None else self.kernel.optimizer.counts_updates
-
     def _advanced_counter(self, atom: Atom, tensor: ReplayedTensor, parameter: Parameter) -> Atom:
         """The optimizer's counter after the span."""
         before = next(one for one in tensor.base_parameters.values() if one.name == parameter.name)
         count = before.counter + sum(update.step > before.step for update in tensor.updates)
-        data = scalar_data(count, atom.dtype)
-        assert data is not None, atom.dtype
-        region = Region.all_of(atom.shape)
-        return replace(atom, fragments=(Fragment(region, "", 0, atom.dtype, inline=data),), replicas=(), combine="copy")
+        advanced = with_number(atom, count)
+        assert advanced is not None, atom.dtype
+        return advanced
 
 
 def _fragments(places: Sequence[tuple[ReplayedTensor, LogBlock]], kind: str) -> tuple[Fragment, ...]:

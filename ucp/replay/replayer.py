@@ -20,7 +20,7 @@ import xxhash
 
 from ucp import settings
 from ucp.core.checkpoint import COMPUTED, Atom, ComputedFiles, ForkableFiles
-from ucp.core.dtypes import DType
+from ucp.core.dtypes import FLOAT32, DType
 from ucp.core.region import Region
 from ucp.errors import InconsistentError
 from ucp.log.codecs import bits_type
@@ -94,19 +94,24 @@ class ChunkReplay:
 
     def run(self, last: int) -> StateChunk:
         """Continue until after step `last`."""
-        kernel = self.tensor.kernel
         while self._next is not None and self._next.step <= last:
             update = self._next
             self._next = next(self._updates, None)
             self._load(update.step - 1)
             if len(self._waiting) < len(self.blocks):  # before that, no block is loaded
-                self._update(kernel, update)
+                self.apply(update)
         self._load(last)
         return self.chunk
 
     def apply(self, update: OptimizerUpdate) -> None:
-        """Apply one more update after those of `run`: for a stream that contains the step but no log."""
-        self._update(self.tensor.kernel, update)
+        """Apply one update. `run` does, and so does a shadow that receives the step."""
+        if self.tensor.kernel is None:
+            return  # every block starts at the last step
+        read_dtype = self.chunk.param.dtype if update.scale is None else torch_dtype(FLOAT32)
+        gradient = self._gradients.read(self.tensor.stream, update.step, read_dtype)
+        self.tensor.kernel.update(self.chunk, consumed(gradient, update.scale, self.chunk.param.dtype), update.hyper)
+        self.chunk.step += 1
+        self.update_count += 1
 
     def tensor_of(self, kind: str) -> torch.Tensor:
         """A state of the chunk; zeros if no update has created it yet."""
@@ -125,13 +130,6 @@ class ChunkReplay:
         for block in self.blocks:
             start, stop = self.range_of(block)
             digest.update(tensor_bytes(values[start:stop]))
-
-    def _update(self, kernel: ReplayKernel | None, update: OptimizerUpdate) -> None:
-        if kernel is None:
-            return  # every block starts at the last step
-        kernel.update(self.chunk, self._gradient(update), update.hyper)
-        self.chunk.step += 1
-        self.update_count += 1
 
     def _start_of(self, block: LogBlock) -> tuple[int, int, LogBlock, Mapping[str, DiffChain] | None]:
         """After which step a block is loaded, how many updates its tensor had by then, and from which logged states."""
@@ -198,14 +196,6 @@ class ChunkReplay:
             state = torch.full((self.stop - self.start,), value or 0.0, dtype=torch_dtype(dtype))
             self.chunk.states[kind] = state
         return state
-
-    def _gradient(self, update: OptimizerUpdate) -> torch.Tensor:
-        """The gradient as the kernel was given it; valid until the next call."""
-        import torch
-
-        dtype = self.chunk.param.dtype
-        read = self._gradients.read(self.tensor.stream, update.step, dtype if update.scale is None else torch.float32)
-        return consumed(read, update.scale, dtype)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -289,7 +279,11 @@ class ReplayedFiles:
             mine = future is None
             if future is None:
                 future = self._kept[key] = Future()
-                self._evict(tensor)
+                nbytes = sum(dtype.itemsize for dtype in tensor.kinds.values()) * min(tensor.chunk_numel, tensor.numel)
+                excess = len(self._kept) - max(4, self._kept_bytes // max(1, nbytes))
+                finished = [other for other, kept in self._kept.items() if kept.done()] if excess > 0 else []
+                for other in finished[:excess]:
+                    del self._kept[other]
             else:
                 self._kept.move_to_end(key)
         if mine:
@@ -301,15 +295,6 @@ class ReplayedFiles:
                     self._kept.pop(key, None)
                 raise
         return future.result()
-
-    def _evict(self, tensor: ReplayedTensor) -> None:
-        nbytes = sum(dtype.itemsize for dtype in tensor.kinds.values()) * min(tensor.chunk_numel, tensor.numel)
-        room = max(4, self._kept_bytes // max(1, nbytes))
-        for key in list(self._kept):
-            if len(self._kept) <= room:
-                break
-            if self._kept[key].done():
-                del self._kept[key]
 
     def _compute(self, tensor: ReplayedTensor, number: int) -> ChunkBytes:
         import torch

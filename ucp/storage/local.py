@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Final
 
 from ucp import settings
 from ucp.core.checkpoint import COMPUTED, ComputedFiles
-from ucp.errors import IntegrityError, NotUnderstoodError, StorageError
+from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, storage_errors
 from ucp.storage.storage import FolderEntry, storage_of
 
 if TYPE_CHECKING:
@@ -333,11 +333,10 @@ def make_file(path: Path, size: int, mode: int = 0o644) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, flags, mode)
     try:
-        os.ftruncate(fd, size)
-        if size >= settings.PREALLOCATE_FILE_BYTES:
-            _reserve(fd, size)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot allocate {size:,} bytes: {error.strerror}") from error
+        with storage_errors(path, f"cannot allocate {size:,} bytes"):
+            os.ftruncate(fd, size)
+            if size >= settings.PREALLOCATE_FILE_BYTES:
+                _reserve(fd, size)
     finally:
         os.close(fd)
 

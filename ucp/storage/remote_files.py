@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from ucp import settings
-from ucp.errors import IntegrityError, StorageError
+from ucp.errors import IntegrityError, storage_errors
 from ucp.storage.local import scatter_bytes
 from ucp.storage.paths import RemotePath
 from ucp.storage.range_cache import RangeCache
@@ -31,10 +31,8 @@ class RemoteStorage:
                 yield path.relative_to(folder).as_posix(), path.stat().st_size
 
     def open(self, path: Path) -> RemoteIndexFile:
-        try:
+        with storage_errors(path, "cannot be opened"):
             return _remote(path).indexed()
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
 
     def read_ranges(self, root: Path, max_open: int | None = None) -> RemoteReader:
         del max_open
@@ -149,10 +147,8 @@ class RemoteReader:
         known = self._objects.get(file)
         if known is None:
             path = self.root / file
-            try:
+            with storage_errors(path, "cannot be opened"):
                 known = self._objects[file] = path.key, path.stat().st_size
-            except OSError as error:
-                raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
         key, size = known
         if offset + len(target) > size:
             raise IntegrityError(
