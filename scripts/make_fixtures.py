@@ -19,6 +19,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))
@@ -29,6 +30,19 @@ from tests.interop.spec import Spec  # noqa: E402
 FIXTURES = PROJECT / "fixtures"
 STEPS, STEPS_AFTER = 3, 2
 LIMIT = 300_000  # bytes a file
+
+
+def autotp(attention: str) -> dict[str, Any]:
+    """DeepSpeed's settings that split these projections of a layer by rows, and the ones after them by columns."""
+    fused = {"shape": [3, -1], "partition_dim": 0} if attention == "qkv" else {}
+    layers = [
+        {"patterns": [rf".*\.({attention})_proj\.weight$"], "partition_type": "column", **fused},
+        {"patterns": [r".*\.(gate|up)_proj\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*\.(o|down)_proj\.weight$"], "partition_type": "row"},
+    ]
+    partition = {"use_default_specs": False, "layer_specs": layers}
+    return {"tensor_parallel": {"autotp_size": 2, "partition_config": partition}}
+
 
 # name → (ranks, what to train)
 SPECS: dict[str, tuple[int, Spec]] = {
@@ -44,11 +58,24 @@ SPECS: dict[str, tuple[int, Spec]] = {
     "z1_bf16_autoep4_ep2_dp4": (4, Spec(autoep=True, experts=4, ep=2, hidden=8, ffn=6, tied=False)),
     "z3_bf16_autoep4_ep2_dp4": (4, Spec(zero=3, autoep=True, experts=4, ep=2, layers=1, hidden=8, ffn=6, tied=False)),
     "z1_bf16_tp2_dp2": (4, Spec(tp=2, ffn=10)),
+    "z0_bf16_tp2_dp1": (2, Spec(zero=0, tp=2, layers=1, ffn=10)),
+    "z3_bf16_tp2_dp2": (4, Spec(zero=3, tp=2, layers=1, ffn=10)),
+    "z1_bf16_autotp2_dp2": (4, Spec(autotp=True, tp=2, layers=1, hidden=16, ffn=12, config=autotp("q|k|v"))),
+    "z1_bf16_autotp2fused_dp2": (4, Spec(autotp=True, tp=2, layers=1, hidden=16, ffn=12, config=autotp("qkv"))),
     "z1_bf16_tp2_nouc_dp1": (2, Spec(tp=2, layers=1, ffn=10, uc_info=False)),
     "z1_bf16_tp2_swiglu_untied_dp1": (2, Spec(tp=2, layers=1, ffn=10, swiglu=True, tied=False)),
     "z2_bf16_roundrobin_dp3": (
         3,
         Spec(zero=2, groups=3, ffn=10, config={"zero_optimization": {"round_robin_gradients": True}}),
+    ),
+    "z1_bf16_frozen_dp2": (2, Spec(frozen=("pos", "blocks.1.attn"), ffn=10)),
+    "z2_bf16_lowprec_dp2": (
+        2,
+        Spec(
+            zero=2,
+            layers=1,
+            config={"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+        ),
     ),
     "z2_bf16_frozen_excl_dp2": (2, Spec(zero=2, layers=1, frozen=("attn",), exclude_frozen=True)),
     "z2_bf16_paramalign_dp2": (2, Spec(zero=2, layers=1, config={"zero_optimization": {"parameter_alignment": True}})),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.paths import PROJECT
+from tests.paths import PROJECT, unpacked
 
 # Examples are judged by their result, not by their time: the machine may be busy.
 settings.register_profile("ucp", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -32,11 +31,8 @@ def project() -> Path:
 
 @pytest.fixture(scope="session")
 def corpus() -> Path:
-    """Folder of real checkpoints outside the project; tests that need it are skipped if it is not there."""
-    folder = os.environ.get("UCP_CORPUS")
-    if not folder:
-        pytest.skip("UCP_CORPUS is not set")
-    return Path(folder)
+    """Folder of real checkpoints of every framework, as `<family>/<variant>/…`; see `fixtures/README.md`."""
+    return unpacked()
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ucp
-from tests.paths import FIXTURES
+from tests.paths import CORPUS, FIXTURES, unpacked
 from ucp.errors import UcpError
 
 DIGESTS = Path(__file__).with_name("golden.json")
@@ -53,11 +53,11 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 def sources() -> dict[str, Path]:
     """Checkpoints to convert: those of this repository, and those of `UCP_CORPUS` if that is set."""
-    found = {f"fixtures/{path.name}": path for path in (FIXTURES).iterdir() if path.is_dir()}
-    corpus = os.environ.get("UCP_CORPUS")
-    if corpus:
-        for room in sorted(path for path in Path(corpus).iterdir() if path.is_dir()):
-            found |= {f"corpus/{room.name}/{path.name}": path for path in room.iterdir() if path.is_dir()}
+    found = {f"fixtures/{path.parent.name}": path.parent for path in FIXTURES.glob("*/reference")}
+    for name, root in (("packed", unpacked()), ("corpus", CORPUS)):
+        for path in root.glob("*/*") if root else ():
+            if path.is_dir():
+                found[f"{name}/{path.parent.name}/{path.name}"] = path
     return dict(sorted(found.items()))
 
 

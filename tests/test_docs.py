@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
 from importlib import import_module
@@ -13,7 +12,7 @@ import click
 import pytest
 
 from tests.paths import PROJECT
-from tests.transcripts import check, needs_corpus, needs_ranks, python_blocks, set_up, steps
+from tests.transcripts import check, needs_ranks, python_blocks, set_up, steps
 from ucp import errors
 from ucp.checks.catalogue import BY_ID
 from ucp.cli.main import COMMANDS, cli
@@ -55,8 +54,6 @@ def test_examples_in_ranks(name: str, tmp_path: Path) -> None:
 
 
 def run_examples(name: str, folder: Path, *, ranks: bool) -> None:
-    if needs_corpus(TEXTS[name]) and not os.environ.get("UCP_CORPUS"):
-        pytest.skip("UCP_CORPUS is not set")
     set_up(TEXTS[name], folder)
     assert check(TEXTS[name], folder, as_processes=name == "README.md", ranks=ranks) > 0
 

@@ -1,7 +1,7 @@
 """Run the transcripts and the Python of documents, and compare the output with what the documents show.
 
-A page names the checkpoints of its examples in a comment, `<!-- fixtures: checkpoints=z1_bf16_tp2_dp2 -->` (`corpus:`
-for real ones outside the project), and a file that they use before the block with its content, `<!-- file: rules.toml
+A page names the checkpoints of its examples in a comment, `<!-- fixtures: checkpoints=z1_bf16_tp2_dp2 -->`
+(`dcp/fsdp2_dp2` for a packed one), and a file that they use before the block with its content, `<!-- file: rules.toml
 -->`. Its console and Python blocks are then run in order, in a folder with these: every command, and every Python block
 in a fresh interpreter. A line `…` stands for the rest of the output. A Python block whose first line is a comment
 `# torchrun …` is run by that command, with real ranks over gloo.
@@ -24,7 +24,7 @@ from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.paths import PROJECT
+from tests.paths import PROJECT, fixture
 
 # Characters that need a shell; a command without any is run in this process, which is ten times as fast.
 _NEEDS_SHELL = re.compile(r"[|<>$;&*?`~]|^(?!ucp )")
@@ -34,18 +34,12 @@ _BLOCK = re.compile(r"(?:<!-- file: (\S+) -->\n+)?^```(console|python)\n(.*?)^``
 
 def set_up(text: str, folder: Path) -> None:
     """Put the checkpoints and files that a page names into `folder`."""
-    roots = {"fixtures": PROJECT / "fixtures", "corpus": Path(os.environ.get("UCP_CORPUS", ""))}
-    for root, names in re.findall(r"<!-- (fixtures|corpus): (.*?) -->", text):
+    for names in re.findall(r"<!-- fixtures: (.*?) -->", text):
         for entry in names.split():
             name, _, source = entry.partition("=")
-            shutil.copytree(roots[root] / source, folder / name, ignore=shutil.ignore_patterns("reference"))
+            shutil.copytree(fixture(source), folder / name, ignore=shutil.ignore_patterns("reference"))
     for name, content in re.findall(r"<!-- file: (\S+) -->\n+```\w*\n(.*?)```", text, re.DOTALL):
         (folder / name).write_text(content, encoding="utf-8")
-
-
-def needs_corpus(text: str) -> bool:
-    """Whether the page uses checkpoints outside the project."""
-    return "<!-- corpus: " in text
 
 
 def needs_ranks(text: str) -> bool:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.paths import CORPUS, FIXTURES
+
 READER = """
 import json, sys
 from pathlib import Path
@@ -35,7 +37,7 @@ def tensors(tree):
 count = {"files": 0, "tensors": 0, "bytes": 0}
 _fastest()
 before = set(sys.modules)
-for path in sorted(Path(sys.argv[1]).rglob("*")):
+for path in sorted(path for root in sys.argv[1:] for path in Path(root).rglob("*")):
     if path.suffix in (".pt", ".pth", ".bin", ".pkl") and path.is_file():
         file = TorchFile(path)
         for ref in tensors(file.tree):
@@ -56,7 +58,7 @@ print(json.dumps(count | {"imported": imported, "torch": "torch" in sys.modules}
 
 def test_every_file_of_the_corpus(corpus: Path, project: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", READER, str(corpus)],
+        [sys.executable, "-c", READER, *map(str, (corpus, FIXTURES, CORPUS) if CORPUS else (corpus, FIXTURES))],
         cwd=project,
         capture_output=True,
         text=True,

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.containers.likeness import differences
 from tests.engine.conversions import StopAfter, checkpoint, nothing_last, options
 from tests.engine.shards import DTYPES, Cut, cuts, pick, regions, shapes, values_of, write_shards
-from tests.paths import FIXTURES
+from tests.paths import FIXTURES, variants
 from tests.trees import contents
 from ucp import settings
 from ucp.containers.inert import Inert, InertOrderedDict, StorageRef, TensorRef
@@ -330,11 +330,7 @@ def test_atoms_in_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytes
 
 
 def source_files() -> list[Path]:
-    folder = os.environ.get("UCP_CORPUS")
-    files = sorted(FIXTURES.rglob("*states.pt"))
-    if folder:
-        files += sorted((Path(folder) / "deepspeed").rglob("*states.pt"))
-    return files
+    return [file for root in (FIXTURES, *variants("deepspeed")) for file in sorted(root.rglob("*states.pt"))]
 
 
 @pytest.mark.slow

@@ -146,6 +146,11 @@ def build(spec: Spec, world: int, rank: int, universal: bool) -> tuple[Any, dict
             **({"topology": topology} if spec.tp > 1 else {"num_stages": spec.pp}),
         )
         coordinates = {"dp_rank": place.data, "tp_rank": place.model, "pp_rank": place.pipe}
+    elif spec.autotp:
+        from tests.interop.autotp_model import build as build_plain
+
+        module = build_plain(spec)
+        coordinates = {"dp_rank": rank // spec.tp, "tp_rank": rank % spec.tp, "pp_rank": 0}
     elif spec.autoep:
         from tests.interop.moe_model import build as build_moe
 
@@ -162,7 +167,7 @@ def build(spec: Spec, world: int, rank: int, universal: bool) -> tuple[Any, dict
             module = gpt.Gpt(spec, tp)
         coordinates = {"dp_rank": rank // spec.tp, "tp_rank": rank % spec.tp, "pp_rank": 0}
     coordinates |= {"ep_rank": ep_rank, "dp": dp, "tp": spec.tp, "pp": spec.pp, "ep": spec.ep}
-    if not spec.autoep:
+    if not spec.autoep and not spec.autotp:
         gpt.fill(module, spec, tp, ep_rank)
     for name, p in module.named_parameters():
         if any(part in name for part in spec.frozen):
@@ -218,6 +223,8 @@ def ds_config(spec: Spec, dp: int, universal: bool) -> dict[str, Any]:
             "preset_model": "mixtral",
             "use_grouped_mm": False,
         }
+    if spec.autotp:
+        del config["train_batch_size"]  # computed from a data parallelism that AutoTP has not yet set
     if universal:
         config["checkpoint"] = {"load_universal": True}
     return _merged(config, spec.config)
@@ -259,7 +266,7 @@ def train(engine: Any, spec: Spec, place: dict[str, int], steps: int) -> dict[st
 def save(engine: Any, job: Job) -> None:
     spec = job.spec
     client_state: dict[str, Any] = {"iteration": engine.global_steps, "note": "client state survives"}
-    if spec.uc_info and not spec.experts:
+    if spec.uc_info and not spec.experts and not spec.autotp:
         client_state["universal_checkpoint_info"] = gpt.universal_info(spec)
     extra = {"exclude_frozen_parameters": True} if spec.exclude_frozen else {}
     engine.save_checkpoint(job.save_dir, tag=job.save_tag, client_state=client_state, **extra)

@@ -69,6 +69,9 @@ class _Stream:
     def __getattr__(self, name: str) -> Any:
         return _always(None)
 
+    def record_event(self, event: Any = None) -> Any:
+        return event or self
+
 
 def _call(function: Any, **kwargs: Any) -> Any:
     del kwargs

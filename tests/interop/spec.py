@@ -18,6 +18,7 @@ class Spec:
     pipeline: bool = False  # a PipelineModule even with one stage
     experts: int = 0  # DeepSpeed-MoE in every second block
     ep: int = 1
+    autotp: bool = False  # plain layers that DeepSpeed's AutoTP splits over `tp`, instead of our own
     autoep: bool = False  # the experts are those of a Hugging Face model that AutoEP spreads, not of DeepSpeed-MoE
     layers: int = 2
     hidden: int = 14

@@ -48,11 +48,11 @@ def test_moments_are_rearranged_like_weights(corpus: Path) -> None:
     given = corpus / "megatron/llama_tp2_pp2_torch"
     own, new = ucp.open(given), ucp.open(given, names="hf")
     for kind in ("weight", "master", "exp_avg", "exp_avg_sq"):
-        fused = np.asarray(own["decoder.layers.3.self_attention.linear_qkv.weight"].read(kind)).reshape(4, 4, 8, 48)
+        fused = np.asarray(own["decoder.layers.3.self_attention.linear_qkv.weight"].read(kind)).reshape(4, 4, 4, 16)
         parts = [np.asarray(new[f"model.layers.3.self_attn.{part}_proj.weight"].read(kind)) for part in "qkv"]
-        assert (parts[0].reshape(4, 2, 8, 48) == fused[:, :2]).all(), kind
-        assert (parts[1].reshape(4, 8, 48) == fused[:, 2]).all(), kind
-        assert (parts[2].reshape(4, 8, 48) == fused[:, 3]).all(), kind
+        assert (parts[0].reshape(4, 2, 4, 16) == fused[:, :2]).all(), kind
+        assert (parts[1].reshape(4, 4, 16) == fused[:, 2]).all(), kind
+        assert (parts[2].reshape(4, 4, 16) == fused[:, 3]).all(), kind
     assert new["model.layers.3.self_attn.k_proj.weight"].read("step") == 2
 
 

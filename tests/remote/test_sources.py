@@ -15,7 +15,7 @@ import torch
 from safetensors.numpy import save_file
 
 import ucp
-from tests.paths import FIXTURES
+from tests.paths import FIXTURES, fixture
 from tests.remote.conftest import upload
 from tests.remote.troubled_proxy import Proxy
 from ucp import settings
@@ -24,8 +24,6 @@ from ucp.containers.torch_file import TorchFile
 from ucp.errors import IntegrityError, StorageError, UnsafeError, UsageError
 from ucp.settings import KIB, MIB
 from ucp.storage.paths import parse_path
-
-CORPUS = Path(os.environ.get("UCP_CORPUS") or "no corpus")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -52,9 +50,7 @@ def make(to: str, folder: Path) -> Path:
     if to == "deepspeed":
         return source
     if to in ("megatron", "torch-dist"):
-        if not CORPUS.is_dir():
-            pytest.skip("UCP_CORPUS is not set")
-        return CORPUS / "megatron" / ("gpt_tp2_pp2_torch" if to == "megatron" else "gpt_tp2_pp2_torchdist")
+        return fixture("megatron/gpt_tp2_pp2_torch" + ("" if to == "megatron" else "dist"))
     ucp.convert(source, folder / to, to=to)
     return folder / to
 

@@ -229,9 +229,9 @@ def test_weights_alone_by_way_of_files_that_keep_empty_groups(tmp_path: Path) ->
     assert ucp.open(tmp_path / "b").index.parameters.keys() == ucp.open(tmp_path / "a").index.parameters.keys()
 
 
-def test_what_a_folder_cannot_say_comes_back(corpus: Path, tmp_path: Path) -> None:
+def test_what_a_folder_cannot_say_comes_back(tmp_path: Path) -> None:
     """Float buffers look like frozen parameters and SGD counts no steps: both return from folders of ours."""
-    source = corpus / "deepspeed/z1_bf16_sgd_dp2"
+    source = FIXTURES / "z1_bf16_sgd_dp2"
     ucp.convert(source, tmp_path / "b", to="dcp")
     before, after = ucp.open(source).index, ucp.open(tmp_path / "b").index
     assert after.step == before.step == 3

@@ -19,6 +19,7 @@ from safetensors import safe_open
 import ucp
 from tests.formats.deepspeed.synthetic import flat_optim, model_state, save_flat, tree_differences
 from tests.formats.deepspeed.synthetic import save as save_step
+from tests.paths import FIXTURES
 from ucp.core.checkpoint import Checkpoint, Parameter
 from ucp.core.rules import REPLICATED, Rule, RuleBook, slice_pieces
 from ucp.errors import InconsistentError, NotUnderstoodError, UsageError
@@ -100,13 +101,13 @@ def test_folders_of_buffers_and_aliases_are_not_parameters(project: Path) -> Non
         "z1_bf16_autotp2fused_dp2",
         "z1_bf16_frozen_dp2",
         "z2_bf16_lowprec_dp2",
-        "z3_bf16_frozen_dp2",
+        "z3_bf16_frozen_subgroups_dp2",
         "z3_bf16_tp2_dp2",
-        "pp2_tp2_z1_bf16_dp2",
+        "pp2_tp2_z1_bf16_untied_dp1",
     ],
 )
-def test_real_conversions_equal_their_native_source(corpus: Path, tmp_path: Path, variant: str) -> None:
-    source = corpus / "deepspeed" / variant
+def test_real_conversions_equal_their_native_source(tmp_path: Path, variant: str) -> None:
+    source = FIXTURES / variant
     target = tmp_path / "made_universal"
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers=1"]
     command += ["--num_merge_workers=1", f"--input_folder={source / 'global_step3'}", f"--output_folder={target}"]

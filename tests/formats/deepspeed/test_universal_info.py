@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.strategies import elements, numbered, split_rules
+from tests.paths import FIXTURES
 from ucp.containers.torch_file import TorchFile
 from ucp.core.box import Shape, strides_of
 from ucp.core.rules import REPLICATED, Rule, resolve, slice_pieces, whole_shape
@@ -282,9 +282,9 @@ def test_two_maps_for_one_name_are_inconsistent() -> None:
 
 
 @pytest.mark.parametrize("variant", ["z1_bf16_autotp2_dp2", "z1_bf16_autotp2fused_dp2"])
-def test_real_affine_maps_agree_with_the_pattern_lists(corpus: Path, variant: str) -> None:
+def test_real_affine_maps_agree_with_the_pattern_lists(variant: str) -> None:
     """AutoTP writes both forms, which must agree."""
-    model = TorchFile(corpus / "deepspeed" / variant / "global_step3" / "mp_rank_00_model_states.pt").tree
+    model = TorchFile(FIXTURES / variant / "global_step3" / "mp_rank_00_model_states.pt").tree
     info = dict(model["universal_checkpoint_info"])
     with_map = rules_from_info(info, "model.pt")
     without = rules_from_info({key: value for key, value in info.items() if key != "affine_map"}, "model.pt")

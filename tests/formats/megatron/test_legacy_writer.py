@@ -10,6 +10,7 @@ import pytest
 import ucp
 import ucp.api
 from tests.formats.megatron.comparison import check_same, check_same_atoms, files_of, leaves, payload
+from tests.paths import FIXTURES
 from ucp.containers.inert import TensorRef
 from ucp.errors import UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
@@ -259,9 +260,9 @@ def test_weights_take_another_dtype_from_their_masters(corpus: Path, tmp_path: P
     check_same_atoms(source, tmp_path / "back")
 
 
-def test_other_frameworks_are_refused(corpus: Path, tmp_path: Path) -> None:
+def test_other_frameworks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="do not have megatron-core's names"):
-        ucp.api.convert(corpus / "deepspeed/z1_bf16_dp2", tmp_path / "out", to="megatron")
+        ucp.api.convert(FIXTURES / "z1_bf16_dp2", tmp_path / "out", to="megatron")
 
 
 @pytest.mark.parametrize("to", ["megatron", "torch-dist"])
@@ -275,6 +276,6 @@ def test_atoms_of_a_megatron_job_go_back_to_megatron(corpus: Path, tmp_path: Pat
     check_same_atoms(source, tmp_path / "out")
 
 
-def test_other_targets_know_nothing_of_megatrons_optimizers(corpus: Path, tmp_path: Path) -> None:
+def test_other_targets_know_nothing_of_megatrons_optimizers(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--optimizer is not supported with --to deepspeed"):
-        ucp.api.convert(corpus / "deepspeed/z1_bf16_dp2", tmp_path / "out", to="deepspeed", optimizer="plain")
+        ucp.api.convert(FIXTURES / "z1_bf16_dp2", tmp_path / "out", to="deepspeed", optimizer="plain")

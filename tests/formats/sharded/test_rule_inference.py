@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.paths import FIXTURES, fixture
 from ucp import settings
 from ucp.containers.inert import TensorRef
 from ucp.containers.torch_file import TorchFile
@@ -338,24 +339,21 @@ def compare_with_info(
 @pytest.mark.parametrize(
     "variant", ["z0_bf16_tp2_dp1", "z1_bf16_tp2_dp2", "z1_bf16_autotp2_dp2", "z1_bf16_autotp2fused_dp2"]
 )
-def test_real_checkpoints_without_their_rules(corpus: Path, variant: str) -> None:
-    step = corpus / "deepspeed" / variant / "global_step3"
+def test_real_checkpoints_without_their_rules(variant: str) -> None:
+    step = FIXTURES / variant / "global_step3"
     files = [f"mp_rank_{t:02d}_model_states.pt" for t in range(2)]
     buffers = TorchFile(step / files[0]).tree["buffer_names"]
     compare_with_info(step, files[0], from_module(step, files, buffers))
 
 
-def test_a_real_stage_3_checkpoint_without_its_rules(corpus: Path) -> None:
-    step = corpus / "deepspeed" / "z3_bf16_tp2_dp2" / "global_step3"
+def test_a_real_stage_3_checkpoint_without_its_rules() -> None:
+    step = FIXTURES / "z3_bf16_tp2_dp2" / "global_step3"
     compare_with_info(step, "zero_pp_rank_0_mp_rank_00_model_states.pt", from_stage3(step, tp=2, dp=2))
 
 
-@pytest.mark.parametrize(
-    "folder, variant",
-    [("deepspeed", "pp2_tp2_z1_bf16_dp2"), ("megatron_deepspeed", "mds_swiglu_tp2_pp2_z1_bf16")],
-)
-def test_real_pipelines_without_their_rules(corpus: Path, folder: str, variant: str) -> None:
-    (step,) = (corpus / folder / variant).glob("global_step*")
+@pytest.mark.parametrize("name", ["pp2_tp2_z1_bf16_untied_dp1", "megatron_deepspeed/mds_swiglu_tp2_pp2_z1_bf16"])
+def test_real_pipelines_without_their_rules(name: str) -> None:
+    (step,) = fixture(name).glob("global_step*")
     held: dict[str, list[LocalSlice]] = {}
     for path in sorted(step.glob("layer_*-model_00-model_states.pt")):
         layer = int(path.name.split("-")[0].removeprefix("layer_"))
