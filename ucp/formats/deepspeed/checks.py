@@ -12,19 +12,10 @@ from ucp.containers.inert import Inert, NumpyScalar
 from ucp.core.checkpoint import WEIGHT, Atom, Checkpoint, Rank
 from ucp.core.findings import Finding
 from ucp.errors import UcpError
+from ucp.formats.deepspeed import step_files
 from ucp.formats.deepspeed.folder import StepFolder, find, find_universal, is_step_folder
 from ucp.formats.deepspeed.read.rank_files import RankFiles
 from ucp.formats.deepspeed.read.save_consistency import find_grid, select_model_files, without_stale_model_files
-from ucp.formats.deepspeed.step_files import (
-    StepFiles,
-    classify_files,
-    is_state_file,
-    layer_file_name,
-    model_file_name,
-    names_tp_rank,
-    optimizer_file_name,
-    sharded_model_file_name,
-)
 from ucp.formats.registry import FormatChecks, missing_sidecar
 from ucp.formats.sharded.shard_table import Problems
 
@@ -83,9 +74,10 @@ class UniversalChecks(FormatChecks):
 
 def _check_grid(checkpoint: Checkpoint) -> Iterator[Finding]:
     paths = [PurePosixPath(file) for file in checkpoint.sizes]
-    folders = {path.parent for path in paths if is_state_file(path.name)}
+    folders = {path.parent for path in paths if step_files.is_state_file(path.name)}
     found = {
-        folder: classify_files([path.name for path in paths if path.parent == folder]) for folder in sorted(folders)
+        folder: step_files.classify_files([path.name for path in paths if path.parent == folder])
+        for folder in sorted(folders)
     }
     zero = checkpoint.details.get("zero")
     stage = zero.get("configured_stage") if isinstance(zero, dict) else None
@@ -114,7 +106,7 @@ def _missing_files(path: Path, tag: str | None) -> Iterator[Finding]:
     """Rank files that are missing from a step folder that could not be indexed. Files are relative to `path`."""
     try:
         step = find(path, tag)
-        files = classify_files([entry.name for entry in step.step.iterdir() if entry.is_file()])
+        files = step_files.classify_files([entry.name for entry in step.step.iterdir() if entry.is_file()])
         opened = RankFiles(step.root)
         files = without_stale_model_files(files, opened, step.prefix)
         grid = find_grid(files, opened, step.prefix, Problems(""))
@@ -124,20 +116,22 @@ def _missing_files(path: Path, tag: str | None) -> Iterator[Finding]:
     for mp in range(grid.mp):
         rank = Rank(mp // grid.tp, mp % grid.tp)
         if not grid.sharded_model and mp not in files.model:
-            yield _missing_file(base, step, model_file_name(mp), rank)
+            yield _missing_file(base, step, step_files.model_file_name(mp), rank)
         for dp in range(grid.dp):
             rank = Rank(mp // grid.tp, mp % grid.tp, dp)
             if grid.sharded_model and (dp, mp) not in files.sharded_model:
-                yield _missing_file(base, step, sharded_model_file_name(dp, mp), rank)
+                yield _missing_file(base, step, step_files.sharded_model_file_name(dp, mp), rank)
             if (files.optim or grid.sharded_model) and (dp, mp) not in files.optim:
                 like = next(iter(files.optim.values()), None)
-                yield _missing_file(base, step, optimizer_file_name(dp, mp, like), rank)
+                yield _missing_file(base, step, step_files.optimizer_file_name(dp, mp, like), rank)
     # A pipeline layer has one file per tensor-parallel rank. (Layers that are plain functions have none at all.)
     for layer in sorted({layer for layer, _ in files.layers}):
         for tp in range(grid.tp):
             if (layer, tp) not in files.layers:
-                has_tp_rank = names_tp_rank(next(iter(files.layers.values())))
-                yield _missing_file(base, step, layer_file_name(layer, tp, has_tp_rank=has_tp_rank), Rank(tp=tp))
+                has_tp_rank = step_files.names_tp_rank(next(iter(files.layers.values())))
+                yield _missing_file(
+                    base, step, step_files.layer_file_name(layer, tp, has_tp_rank=has_tp_rank), Rank(tp=tp)
+                )
 
 
 def _missing_file(base: Path, step: StepFolder, name: str, rank: Rank) -> Finding:
@@ -157,7 +151,11 @@ def _missing_file(base: Path, step: StepFolder, name: str, rank: Rank) -> Findin
 
 def missing_sidecars(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Files that the Hugging Face Trainer and Accelerate write with every save, and that are missing."""
-    trees = [tree for file, tree in checkpoint.extras.trees.items() if is_state_file(file) and isinstance(tree, dict)]
+    trees = [
+        tree
+        for file, tree in checkpoint.extras.trees.items()
+        if step_files.is_state_file(file) and isinstance(tree, dict)
+    ]
     has_own = any(tree.get("lr_scheduler") is not None for tree in trees)  # of the engine: the Trainer writes no other
     if _TRAINER in checkpoint.sizes and _SCHEDULER not in checkpoint.sizes and not has_own:
         yield missing_sidecar(checkpoint, _SCHEDULER, "the schedule of the learning rate", _RESTART)
@@ -182,7 +180,7 @@ _Collect = Callable[[_Tree], Iterator[tuple[str, str]]]  # yields values of a tr
 def _compare_ranks(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Compare counters over all rank files, and hyper-parameters over those of a pipeline stage."""
     trees = {name: tree for name, tree in checkpoint.extras.trees.items() if isinstance(tree, dict)}
-    files = classify_files([name for name in trees if "/" not in name])
+    files = step_files.classify_files([name for name in trees if "/" not in name])
     tp = checkpoint.mesh.tp
     models = {**{(0, mp): name for mp, name in files.model.items()}, **files.sharded_model}
     paths = {PurePosixPath(file).name: file for file in checkpoint.sizes}
@@ -241,7 +239,9 @@ def _compare(
             )
 
 
-def _compare_tag(checkpoint: Checkpoint, files: StepFiles, trees: Mapping[str, Mapping[Any, Any]]) -> Iterator[Finding]:
+def _compare_tag(
+    checkpoint: Checkpoint, files: step_files.StepFiles, trees: Mapping[str, Mapping[Any, Any]]
+) -> Iterator[Finding]:
     """DeepSpeed names a step folder after the step, unless the job chooses another tag."""
     names = [*files.model.values(), *files.sharded_model.values()]
     if not names:

@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from ucp.errors import InconsistentError, NotUnderstoodError, UsageError, storage_errors
-from ucp.formats.deepspeed.step_files import (
-    LATEST_UNIVERSAL,
-    MASTER_FILE,
-    OPTIMIZER_STATE,
-    STATE_SUFFIX,
-    STATES_FOLDER,
-    is_state_file,
-)
+from ucp.formats.deepspeed import step_files
 from ucp.storage.paths import scan_folder
 
 # Levels to search below the given path: Lightning keeps version_0/checkpoints/x.ckpt/checkpoint.
@@ -45,7 +38,7 @@ def recognises(path: Path) -> bool:
     """Whether a DeepSpeed step folder is at `path` or a few levels below."""
     with storage_errors(path):
         if path.is_file():
-            return is_state_file(path.name)
+            return step_files.is_state_file(path.name)
         if not path.is_dir():
             return False
         named = _latest_tag(path)
@@ -60,7 +53,7 @@ def find(path: Path, tag: str | None) -> StepFolder:
 
 
 def _find(path: Path, tag: str | None) -> StepFolder:
-    if path.is_file() and is_state_file(path.name):
+    if path.is_file() and step_files.is_state_file(path.name):
         path = path.parent
     if not path.is_dir():
         raise NotUnderstoodError(f"{path}: neither a folder nor a DeepSpeed checkpoint file")
@@ -103,9 +96,9 @@ def is_step_folder(path: Path) -> bool:
     try:
         with scan_folder(path) as entries:
             for entry in entries:
-                if entry.name == STATES_FOLDER and entry.is_dir():
+                if entry.name == step_files.STATES_FOLDER and entry.is_dir():
                     return False
-                found = found or is_state_file(entry.name)
+                found = found or step_files.is_state_file(entry.name)
     except NotADirectoryError:
         return False
     return found
@@ -205,16 +198,21 @@ def recognises_universal(path: Path) -> bool:
 
 
 def _is_universal(path: Path) -> bool:
-    if not (path / STATES_FOLDER).is_dir():
+    if not (path / step_files.STATES_FOLDER).is_dir():
         return False
-    if (path / OPTIMIZER_STATE).is_file():
+    if (path / step_files.OPTIMIZER_STATE).is_file():
         return True
-    with scan_folder(path / STATES_FOLDER) as entries:
-        return any((path / STATES_FOLDER / entry.name / f"{MASTER_FILE}{STATE_SUFFIX}").is_file() for entry in entries)
+    with scan_folder(path / step_files.STATES_FOLDER) as entries:
+        return any(
+            (
+                path / step_files.STATES_FOLDER / entry.name / f"{step_files.MASTER_FILE}{step_files.STATE_SUFFIX}"
+            ).is_file()
+            for entry in entries
+        )
 
 
 def _latest_universal_tag(path: Path) -> str | None:
-    text = _read_latest(path / LATEST_UNIVERSAL)
+    text = _read_latest(path / step_files.LATEST_UNIVERSAL)
     return text if "/" not in text and _is_relative_tag(text) else None
 
 

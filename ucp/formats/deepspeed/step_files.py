@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from ucp.errors import InconsistentError
 
@@ -49,6 +49,10 @@ class StepFiles:
     expert_optim: dict[tuple[int, int], str] = field(default_factory=dict)  # (ep rank, mp rank), ZeRO off
     other: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)  # model files left over from a save with another ZeRO stage
+
+    def roles(self) -> Sequence[dict[Any, str]]:
+        """The files of every role."""
+        return self.model, self.sharded_model, self.optim, self.layers, self.experts, self.expert_optim
 
 
 def is_state_file(name: str) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Note, Parameter
 from ucp.core.target import OutputFile, Target
@@ -80,7 +80,11 @@ class HuggingFaceWriter(FormatWriter):
             if "adapter_config.json" in self.source.extras.files:
                 yield copied_file(self.source, "adapter_config.json", f"{folder}adapter_config.json")
         if self._config is not None:
-            config = self._with_dtype(self._config, weights)
+            config = dict(self._config)
+            names = {atom.dtype.name for _, atom in weights if atom.dtype.family == "float"}
+            if len(names) == 1:  # loaders silently round to the dtype that the config names
+                key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+                config[key] = names.pop()
             yield literal_file("config.json", json.dumps(config, indent=2).encode() + b"\n")
         elif weights and not any(note.id == "no-config" for note in self.source.notes):
             self._note("no-config", "the source has no config.json, which `from_pretrained` needs")
@@ -137,14 +141,6 @@ class HuggingFaceWriter(FormatWriter):
             "weight_map": dict(sorted(place.items())),
         }
         yield literal_file("model.safetensors.index.json", json.dumps(index, indent=2).encode() + b"\n")
-
-    def _with_dtype(self, config: dict[str, Any], weights: Sequence[tuple[str, Atom]]) -> dict[str, Any]:
-        """The config with the dtype that is written: loaders silently round to the dtype that it names."""
-        names = {atom.dtype.name for _, atom in weights if atom.dtype.family == "float"}
-        if len(names) != 1:
-            return config
-        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-        return {**config, key: names.pop()}
 
     def _note(self, kind: str, text: str) -> None:
         self.notes.append(Note(kind, text))

@@ -14,18 +14,9 @@ from typing import Any, Final
 from ucp.containers.inert import Inert, TensorRef
 from ucp.core.checkpoint import Checkpoint, Mesh, Note
 from ucp.errors import UsageError
+from ucp.formats.megatron import mcore_modules as mcore
 from ucp.formats.megatron.folder import COMMON, rank_folder_numbers
 from ucp.formats.megatron.job_arguments import JobArguments
-from ucp.formats.megatron.mcore_modules import (
-    canonical_name,
-    expert_of,
-    is_prediction,
-    layer_of,
-    parse_stacked_key,
-    shift_expert,
-    shift_layer,
-    to_core_name,
-)
 from ucp.formats.megatron.optimizer_groups import optimizers_of
 from ucp.formats.megatron.rank_layout import ModelChunk, file_ranks, model_chunks
 
@@ -144,7 +135,7 @@ class MegatronExtras:
         for key, value in self._objects.items():
             match = _SHARD.match(key)
             if match:
-                stack = parse_stacked_key(match[1])
+                stack = mcore.parse_stacked_key(match[1])
                 index = tuple(map(int, match[2].split(".")))
                 found.setdefault(stack.name(index[: len(stack.axes)]), value)
         if self._ranks:
@@ -162,8 +153,8 @@ class MegatronExtras:
                 first = chunks[pp, int(key.removeprefix("model") or 0)].first
                 for local, value in model.items():
                     if isinstance(local, str) and local.endswith(EXTRA):
-                        whole = shift_layer(canonical_name(to_core_name(local)), first)
-                        found.setdefault(shift_expert(whole, self.arguments.experts_on(ep).start), value)
+                        whole = mcore.shift_layer(mcore.canonical_name(mcore.to_core_name(local)), first)
+                        found.setdefault(mcore.shift_expert(whole, self.arguments.experts_on(ep).start), value)
         return found
 
 
@@ -181,8 +172,8 @@ def extra_states_of_chunk(states: Mapping[str, Any], chunk: ModelChunk, experts:
     """Return the entries of one model chunk of a rank with these experts, by name in the whole model."""
     found: dict[str, Any] = {}
     for name, value in states.items():
-        inside = layer_of(name) is not None or is_prediction(name)
-        expert = expert_of(name)
+        inside = mcore.layer_of(name) is not None or mcore.is_prediction(name)
+        expert = mcore.expert_of(name)
         if inside and chunk.holds(name) and (expert is None or expert in experts):
             found[name] = value
     return found

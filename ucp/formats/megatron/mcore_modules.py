@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from ucp.core.box import Shape
@@ -229,6 +230,12 @@ def order_key(name: str, *, fused: bool = False, latent: bool = False) -> OrderK
         place = 2 * known.index(fused_into[known[at]]) - 1
     last = _KINDS.get(name.rpartition(".")[2], len(_KINDS))
     return section, layer, around, place, -1 if expert is None else expert, matrix, last, name
+
+
+def module_order(arguments: JobArguments) -> Callable[[str], OrderKey]:
+    """Return the sort key for the order of parameters in the modules of a job."""
+    latent = arguments.flag("multi_latent_attention")
+    return partial(order_key, fused=arguments.has_transformer_engine, latent=latent)
 
 
 _FUSED_MATRIX: Final = re.compile(r"^(.*\.(mixer|self_attention))\.(in_proj|conv1d)\.(weight|bias)$")

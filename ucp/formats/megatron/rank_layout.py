@@ -18,18 +18,8 @@ from ucp.core.box import Shape
 from ucp.core.dtypes import DType
 from ucp.core.rules import Rule, SlicePiece, slice_pieces
 from ucp.errors import NotUnderstoodError
+from ucp.formats.megatron import mcore_modules as mcore
 from ucp.formats.megatron.job_arguments import JobArguments
-from ucp.formats.megatron.mcore_modules import (
-    EMBEDDING,
-    OUTPUT,
-    OrderKey,
-    block_of,
-    expert_of,
-    is_expert,
-    is_prediction,
-    layer_of,
-    order_key,
-)
 
 _PARAMETER_ALIGNMENT: Final = 64  # elements
 _BUCKET_ALIGNMENT: Final = 128
@@ -51,10 +41,10 @@ class ModelChunk:
 
     def holds(self, name: str) -> bool:
         """Whether a parameter of this name is in the chunk, on the ranks that have its expert."""
-        layer = layer_of(name)
+        layer = mcore.layer_of(name)
         if layer is not None:
             return self.first <= layer < self.stop
-        if is_prediction(name):
+        if mcore.is_prediction(name):
             return self.prediction
         return self.embedding or self.prediction if name.startswith("embedding.") else self.output
 
@@ -150,7 +140,7 @@ class ModuleTensor:
 
     @property
     def is_expert(self) -> bool:
-        return is_expert(self.packed_params[0].name)
+        return mcore.is_expert(self.packed_params[0].name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +167,7 @@ def _chunk_tensors(
     rank: ModuleRank, chunk: ModelChunk, model: Mapping[str, GlobalParam], arguments: JobArguments
 ) -> Iterator[ModuleTensor]:
     mine = (None, *arguments.experts_on(rank.ep))
-    names = [name for name in model if chunk.holds(name) and expert_of(name) in mine]
+    names = [name for name in model if chunk.holds(name) and mcore.expert_of(name) in mine]
     tied_copy = arguments.tied and chunk.output and not chunk.embedding
     if arguments.tied and chunk.prediction and not chunk.embedding:
         raise NotUnderstoodError(
@@ -186,35 +176,31 @@ def _chunk_tensors(
             hint="choose --pp 1, or torch-dist with --optimizer plain or --optimizer-sharding fully_reshardable",
         )
     if tied_copy:
-        names.append(OUTPUT)
-
-    def key(name: str) -> OrderKey:
-        return order_key(name, fused=arguments.has_transformer_engine, latent=arguments.flag("multi_latent_attention"))
-
-    names.sort(key=key)
+        names.append(mcore.OUTPUT)
+    names.sort(key=mcore.module_order(arguments))
     for group in _group_by_tensor(names, arguments):
         packed_params: list[PackedParam] = []
         shift = 0
         transposed = len(group) > 1 or _is_transposed(group[0], arguments)
         for name in group:
-            owner = EMBEDDING if name == OUTPUT and tied_copy else name
+            owner = mcore.EMBEDDING if name == mcore.OUTPUT and tied_copy else name
             param = model[owner]
-            degree, number = (arguments.etp, rank.etp) if is_expert(name) else (arguments.tp, rank.tp)
+            degree, number = (arguments.etp, rank.etp) if mcore.is_expert(name) else (arguments.tp, rank.tp)
             pieces = slice_pieces(param.rule, param.shape, degree, number, name)
             shape = _slice_shape(param, pieces, degree)
             repeats = number > 0 and param.rule.cut == "replicated"
             packed_params.append(PackedParam(owner, pieces, shape, shift, transposed, repeats))
             shift += prod(shape)
-        alias = OUTPUT if tied_copy and group == [OUTPUT] else None
+        alias = mcore.OUTPUT if tied_copy and group == [mcore.OUTPUT] else None
         copy = alias is not None or (group[0].startswith("embedding.") and not chunk.embedding)
         has_one_end = chunk.embedding != chunk.output or copy
-        tied = arguments.shares_embedding and packed_params[0].name == EMBEDDING and has_one_end
+        tied = arguments.shares_embedding and packed_params[0].name == mcore.EMBEDDING and has_one_end
         yield ModuleTensor(chunk.vp, model[packed_params[0].name].dtype, shift, tuple(packed_params), tied, copy, alias)
 
 
 def _is_transposed(name: str, arguments: JobArguments) -> bool:
     """Whether an expert's matrix is in a tensor of the legacy grouped GEMM, which stores transposes."""
-    if not is_expert(name) or not arguments.flag("moe_grouped_gemm"):
+    if not mcore.is_expert(name) or not arguments.flag("moe_grouped_gemm"):
         return False
     return arguments.flag("moe_use_legacy_grouped_gemm") or not arguments.has_transformer_engine
 
@@ -223,12 +209,12 @@ def _group_by_tensor(names: Sequence[str], arguments: JobArguments) -> Iterator[
     """Yield the parameters of each tensor. Grouped experts of a layer: all first matrices, then all second ones."""
     at = 0
     while at < len(names):
-        if not is_expert(names[at]) or not arguments.flag("moe_grouped_gemm"):
+        if not mcore.is_expert(names[at]) or not arguments.flag("moe_grouped_gemm"):
             yield [names[at]]
             at += 1
             continue
-        block = block_of(names[at])
-        here = [name for name in names[at:] if is_expert(name) and block_of(name) == block]
+        block = mcore.block_of(names[at])
+        here = [name for name in names[at:] if mcore.is_expert(name) and mcore.block_of(name) == block]
         for matrix in (".linear_fc1.", ".linear_fc2."):
             found = [name for name in here if matrix in name]
             if not found:

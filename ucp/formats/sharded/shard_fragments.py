@@ -197,7 +197,18 @@ class RankSlice:
         self.shape = shape
         self.rank = rank
         # Set if the pieces are the whole local tensor, end to end and unscaled.
-        self.region = Region.of(piece.box for piece in pieces) if _fill_shape(pieces, shape) else None
+        region = contiguous_region(pieces)
+        self.region = region if region is not None and region.numel == prod(shape) else None
+
+
+def contiguous_region(pieces: Sequence[SlicePiece]) -> Region | None:
+    """Return the region of pieces that follow each other from offset 0 on, unscaled; None for any others."""
+    at = 0
+    for piece in pieces:
+        if piece.offset != at or piece.scale != 1.0:
+            return None
+        at += piece.box.numel
+    return Region.of(piece.box for piece in pieces)
 
 
 SliceParts = Sequence[tuple[RankSlice, StoredShard]]
@@ -373,15 +384,6 @@ def _strided(kind: str, rank_slice: RankSlice, stored: StoredShard) -> Iterator[
 
 def _is_row_major(stored: StoredShard) -> bool:
     return stored.strides is None and not stored.transposed
-
-
-def _fill_shape(pieces: Sequence[SlicePiece], shape: Shape) -> bool:
-    at = 0
-    for piece in pieces:
-        if piece.offset != at or piece.scale != 1.0:
-            return False
-        at += piece.box.numel
-    return at == prod(shape)
 
 
 def _index_at(flat: int, shape: Shape) -> Shape:

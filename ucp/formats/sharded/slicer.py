@@ -13,6 +13,7 @@ from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule, SlicePiece, slice_pieces
 from ucp.errors import UsageError, first_few
 from ucp.formats.output_files import missing_weight_error
+from ucp.formats.sharded.shard_fragments import contiguous_region
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +117,13 @@ def no_rule_error(names: Sequence[str], tp: int) -> UsageError:
 
 def region_of(pieces: Sequence[SlicePiece], name: str) -> Region:
     """Return the region of a rank's slice; only unscaled pieces without gaps can be written."""
-    at = 0
-    for piece in pieces:
-        if piece.offset != at or piece.scale != 1.0:
-            raise UsageError(
-                f"parameter {name}: its slices have gaps or scaled pieces, which cannot be written",
-                hint="give a rule for it with --rules",
-            )
-        at += piece.box.numel
-    return Region.of(piece.box for piece in pieces)
+    region = contiguous_region(pieces)
+    if region is None:
+        raise UsageError(
+            f"parameter {name}: its slices have gaps or scaled pieces, which cannot be written",
+            hint="give a rule for it with --rules",
+        )
+    return region
 
 
 def weight_atom(parameter: Parameter, dtype: DType) -> Atom | None:

@@ -65,7 +65,7 @@ class ReadContext:
     4. `read_ranks.read_states` fills `shards`: weights first (`read_weights`), then the optimizer (`read_zero0`,
        `read_zero12` or `read_zero3`). Every tensor that it uses is claimed.
     5. `resolve_rules` decides how each parameter is split over tensor-parallel ranks.
-    6. `assemble_atoms` turns shards and rules into parameters with atoms.
+    6. `resolve_rules.assemble` turns shards and rules into parameters with atoms.
     7. `carry_extras` keeps everything that no stage has claimed.
 
     Stages add to `problems` instead of raising, so that one error lists all damage; `problems.raise_any` after a stage

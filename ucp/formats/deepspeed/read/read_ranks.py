@@ -55,6 +55,11 @@ class OpenRankFiles:
     models: dict[RankCoord, list[RankFile]] = field(default_factory=dict)
     optims: dict[RankCoord, list[RankFile]] = field(default_factory=dict)
 
+    @property
+    def first_models(self) -> dict[RankCoord, RankFile]:
+        """The model file of the first data-parallel rank; the only one, except under ZeRO-3."""
+        return {coord: files[0] for coord, files in self.models.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class DetectedLayout:
@@ -112,8 +117,7 @@ def merge_shapes(groups: Iterable[Mapping[str, Shape]] | None) -> dict[str, Shap
 def _shared_parameters(ranks: OpenRankFiles) -> dict[str, str]:
     return {
         alias: owner
-        for files in ranks.models.values()
-        for file in files[:1]
+        for file in ranks.first_models.values()
         for alias, owner in {**router_aliases(file, module_tensors(file)), **shared_parameters(file)}.items()
     }
 
@@ -124,18 +128,18 @@ def _read_zero12(
     """Read ZeRO-1, ZeRO-2 or BF16_Optimizer."""
     shapes: dict[RankCoord, list[dict[str, Shape]] | None] = {}
     optims: dict[RankCoord, list[Zero12File]] = {}
-    for coord, (model, *_) in ranks.models.items():
+    for coord, model in ranks.first_models.items():
         optims[coord] = open_zero12_files(ranks.optims[coord])
         shapes[coord] = param_shapes(model, ranks.optims[coord][0])
     if files.layers:
         stages = {
             coord.pp: StageNames(_stage_names(shapes[coord], optims[coord]), buffer_names(model))
-            for coord, (model, *_) in ranks.models.items()
+            for coord, model in ranks.first_models.items()
             if coord.tp == 0
         }
         _read_pipeline(context, files, grid, stages)
     shared = _shared_parameters(ranks)
-    for coord, (model, *_) in ranks.models.items():
+    for coord, model in ranks.first_models.items():
         trained = merge_shapes(shapes[coord])
         read_module(context, coord, model, trained if shapes[coord] is not None else None, shared)
         read_frozen(context, coord, model)
@@ -236,7 +240,7 @@ def _check_same_shapes(context: ReadContext, coord: RankCoord, models: list[Rank
 
 
 def _read_zero0(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles) -> DetectedLayout:
-    models = {coord: model for coord, (model, *_) in ranks.models.items()}
+    models = ranks.first_models
     if files.layers:
         stages = {coord.pp: StageNames({}, buffer_names(model)) for coord, model in models.items() if coord.tp == 0}
         _read_pipeline(context, files, grid, stages)
@@ -270,7 +274,7 @@ def _read_pipeline(context: ReadContext, files: StepFiles, grid: RankGrid, stage
 
 
 def _read_experts(context: ReadContext, files: StepFiles, grid: RankGrid, ranks: OpenRankFiles) -> None:
-    models = {coord: model for coord, (model, *_) in ranks.models.items()}
+    models = ranks.first_models
     shapes = {coord: param_shapes(model, None) for coord, model in models.items()}
     trained = {name for groups in shapes.values() for name in merge_shapes(groups)}
     # Whether experts must have files. (`num_experts` alone proves nothing: clients use that key too.) ZeRO-3 keeps

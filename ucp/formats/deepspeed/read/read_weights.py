@@ -16,6 +16,7 @@ from ucp.containers.inert import TensorRef
 from ucp.containers.tree import flatten_state_dict
 from ucp.core.box import Shape
 from ucp.core.checkpoint import WEIGHT, Role
+from ucp.formats.deepspeed import step_files
 from ucp.formats.deepspeed.experts import ExpertPlacement, expert_number
 from ucp.formats.deepspeed.read.infer_missing import unlisted_copies
 from ucp.formats.deepspeed.read.rank_files import (
@@ -27,14 +28,6 @@ from ucp.formats.deepspeed.read.rank_files import (
     lookup,
 )
 from ucp.formats.deepspeed.read.read_context import ReadContext
-from ucp.formats.deepspeed.step_files import (
-    StepFiles,
-    layer_file_name,
-    layer_number,
-    missing_expert_files,
-    names_tp_rank,
-    parse_layer_name,
-)
 from ucp.formats.sharded.shard_fragments import EvenSlices
 from ucp.formats.sharded.shard_table import RankCoord
 
@@ -182,7 +175,7 @@ def _is_same_view(ref: TensorRef, other: object) -> bool:
 
 def read_experts(
     context: ReadContext,
-    files: StepFiles,
+    files: step_files.StepFiles,
     tp: int,
     models: Mapping[RankCoord, RankFile],
     has_experts: Mapping[RankCoord, bool],
@@ -197,7 +190,7 @@ def read_experts(
     for coord, model in models.items():
         if files.experts or files.expert_optim or has_experts[coord]:
             mp = coord.pp * tp + coord.tp
-            missing += missing_expert_files(files.experts, mp, model.mapping().get("num_experts"))
+            missing += step_files.missing_expert_files(files.experts, mp, model.mapping().get("num_experts"))
     for name in missing:
         if context.lost is not None:
             context.lost.add(context.prefix + name, f"expert file {name} is missing")
@@ -285,7 +278,7 @@ def read_layers(context: ReadContext, layers: Mapping[tuple[int, int], str], sta
     buffers = {name for stage in stages.values() for name in stage.buffers}
     tied: dict[str, dict[str, Shape | None]] = {}  # key of a tied module → its local names and shapes
     for name, shape in trained.items():
-        if (found := parse_layer_name(name)) and found.tied is not None:
+        if (found := step_files.parse_layer_name(name)) and found.tied is not None:
             tied.setdefault(found.tied, {})[found.local] = shape
     keys_of: dict[int, str | None] = {}
     unassigned = list(tied)  # tied modules without a layer file so far, in the order of the model
@@ -308,7 +301,7 @@ def read_layers(context: ReadContext, layers: Mapping[tuple[int, int], str], sta
     context.pipeline = {
         "layers": sorted(keys_of),
         "tied": {key: layer for layer, key in sorted(keys_of.items(), reverse=True) if key is not None},
-        "model_axis": any(names_tp_rank(name) for name in layers.values()),
+        "model_axis": any(step_files.names_tp_rank(name) for name in layers.values()),
     }
     first = set(context.pipeline["tied"].values())
     again = {str(layer): key for layer, key in sorted(keys_of.items()) if key is not None and layer not in first}
@@ -347,7 +340,7 @@ def _stage_of_each_layer(layers: list[int], stages: Mapping[int, StageNames]) ->
     known: dict[int, int] = {}
     for pp, stage in sorted(stages.items()):
         for name in (*stage.trained, *stage.buffers):
-            if (layer := layer_number(name)) is not None:
+            if (layer := step_files.layer_number(name)) is not None:
                 known.setdefault(layer, pp)
     result: dict[int, int] = {}
     current = 0
@@ -367,7 +360,7 @@ def name_tied_modules(context: ReadContext, info: object) -> None:
     keys = sorted({found[1] for text in patterns if (found := _TIED_IN_PATTERN.search(text))})
     layers: dict[int, dict[str, str]] = {}  # layer → its parameters: local name → name
     for name in context.shards.roles:
-        if (parsed := parse_layer_name(name)) and parsed.layer is not None:
+        if (parsed := step_files.parse_layer_name(name)) and parsed.layer is not None:
             layers.setdefault(parsed.layer, {})[parsed.local] = name
     for layer, members in layers.items():
         rows = {local: context.shards.row(name) for local, name in members.items()}
@@ -399,12 +392,12 @@ def _rename_tied(context: ReadContext, key: str, layer: int, members: Mapping[st
 
 def missing_layer_files(layers: Mapping[tuple[int, int], str], stages: Mapping[int, StageNames], tp: int) -> list[str]:
     """Names of the layer files that are missing although the optimizer has parameters of that layer."""
-    has_tp_rank = names_tp_rank(next(iter(layers.values())))
+    has_tp_rank = step_files.names_tp_rank(next(iter(layers.values())))
     needed = {layer for layer, _ in layers}
     for stage in stages.values():
-        needed |= {layer for name in stage.trained if (layer := layer_number(name)) is not None}
+        needed |= {layer for name in stage.trained if (layer := step_files.layer_number(name)) is not None}
     return [
-        layer_file_name(layer, t, has_tp_rank=has_tp_rank)
+        step_files.layer_file_name(layer, t, has_tp_rank=has_tp_rank)
         for layer in sorted(needed)
         for t in range(tp)
         if (layer, t) not in layers

@@ -183,14 +183,13 @@ def _file_sizes(place: folder.StepFolder) -> dict[str, int]:
 
 def _drop_unreadable(context: ReadContext, files: StepFiles, lost: LostFiles) -> None:
     """Remove the files that cannot be opened, for a tolerant reader."""
-    for role in (files.model, files.sharded_model, files.optim, files.layers, files.experts, files.expert_optim):
-        names: dict[Any, str] = role
-        for key, name in list(names.items()):
+    for role in files.roles():
+        for key, name in list(role.items()):
             try:
                 context.files.open(context.prefix + name)
             except UcpError as error:
                 lost.add(context.prefix + name, error.what)
-                del names[key]
+                del role[key]
 
 
 def _add_stand_ins(context: ReadContext, files: StepFiles, lost: LostFiles) -> None:
@@ -252,14 +251,6 @@ def _open_ranks(context: ReadContext, files: StepFiles, grid: RankGrid) -> OpenR
 
 def _read_extras(context: ReadContext, place: folder.StepFolder, files: StepFiles, trusts_recorded: bool) -> Extras:
     extras = Extras()
-    names = [
-        *files.model.values(),
-        *files.sharded_model.values(),
-        *files.optim.values(),
-        *files.layers.values(),
-        *files.experts.values(),
-        *files.expert_optim.values(),
-    ]
     carried: dict[int, Any] = {}  # id of a tree, which several files may share → the carried tree
     recent: deque[tuple[Any, Any]] = deque(maxlen=_RECENT_TREES)  # (tree, the carried tree)
 
@@ -267,7 +258,7 @@ def _read_extras(context: ReadContext, place: folder.StepFolder, files: StepFile
         """Tensors that have become atoms are not in extras, whatever their values are."""
         return isinstance(a, TensorRef) and context.is_claimed(a) and context.is_claimed(b)
 
-    for name in names:
+    for name in (name for role in files.roles() for name in role.values()):
         file = context.files.open(context.prefix + name)
         if file.is_lost:
             continue

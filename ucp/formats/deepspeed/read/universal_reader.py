@@ -36,6 +36,7 @@ from ucp.core.checkpoint import (
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule, RuleBook
 from ucp.errors import NotUnderstoodError, first_few, storage_errors
+from ucp.formats.deepspeed import step_files
 from ucp.formats.deepspeed.folder import find_universal
 from ucp.formats.deepspeed.read.carry_extras import TreeCarrier
 from ucp.formats.deepspeed.read.optimizer_values import flat_group_owners, group_hyper_parameters, stored_scalar
@@ -62,17 +63,6 @@ from ucp.formats.deepspeed.read.read_zero3 import ZERO3_MASTERS, read_frozen_sli
 from ucp.formats.deepspeed.read.reader import framework_of, step_of, universal_details
 from ucp.formats.deepspeed.read.resolve_rules import assemble, merge_stage_groups, resolve_all
 from ucp.formats.deepspeed.read.save_consistency import RankGrid, check_same_save, find_grid
-from ucp.formats.deepspeed.step_files import (
-    MASTER_FILE,
-    OPTIMIZER_STATE,
-    STATE_SUFFIX,
-    STATES_FOLDER,
-    StepFiles,
-    classify_files,
-    layer_number,
-    model_file_name,
-    sharded_model_file_name,
-)
 from ucp.formats.deepspeed.universal_info import fused_rule, has_tp_rules
 from ucp.formats.registry import ReadOptions
 from ucp.formats.sharded.shard_fragments import scalar_fragments
@@ -104,7 +94,7 @@ class _UniversalReader:
         names = self._model_names()
         grid = self._grid(names)
         models = self._models(names, grid)
-        folders = state_folders(self.root, STATES_FOLDER)
+        folders = state_folders(self.root, step_files.STATES_FOLDER)
         first = models[0][0]
         shared = {alias: owner for members in models for alias, owner in shared_parameters(members[0]).items()}
         if names.layers:
@@ -123,11 +113,11 @@ class _UniversalReader:
         parameters = assemble(self.context, resolved)
         self._add_states(parameters, folders)
         optimizer: RankFile | None = None
-        if (self.root / OPTIMIZER_STATE).is_file():
-            optimizer = self.context.files.open(OPTIMIZER_STATE)
+        if (self.root / step_files.OPTIMIZER_STATE).is_file():
+            optimizer = self.context.files.open(step_files.OPTIMIZER_STATE)
             self._read_optimizer(parameters, optimizer, models, grid)
         else:
-            self.context.note("universal-no-optimizer", f"{OPTIMIZER_STATE} is missing: no hyper-parameters")
+            self.context.note("universal-no-optimizer", f"{step_files.OPTIMIZER_STATE} is missing: no hyper-parameters")
         self.context.problems.raise_any(_RECONVERT_HINT)
         groups = merge_stage_groups(self.context, parameters)
         stage = zero_stage(optimizer.mapping()) if optimizer is not None else 1
@@ -145,34 +135,36 @@ class _UniversalReader:
             details=universal_details(self.context, first),
         )
 
-    def _model_names(self) -> StepFiles:
+    def _model_names(self) -> step_files.StepFiles:
         with scan_folder(self.root) as entries:
-            found = classify_files([entry.name for entry in entries if entry.is_file()])
+            found = step_files.classify_files([entry.name for entry in entries if entry.is_file()])
         if found.model:  # a folder for all stages has both kinds; those without dp rank contain the weights
             whole = len(found.model) == 1 and all(tp == 0 for _, tp in found.layers)
-            return StepFiles(model=found.model, layers=found.layers if whole else {}, other=found.other)
+            return step_files.StepFiles(model=found.model, layers=found.layers if whole else {}, other=found.other)
         if found.sharded_model:
-            return StepFiles(sharded_model=found.sharded_model, other=found.other)
+            return step_files.StepFiles(sharded_model=found.sharded_model, other=found.other)
         raise NotUnderstoodError(
             f"{self.root}: a universal folder without model files (mp_rank_*_model_states.pt)",
             hint="copy them from the checkpoint that it was made from",
         )
 
-    def _grid(self, names: StepFiles) -> RankGrid:
+    def _grid(self, names: step_files.StepFiles) -> RankGrid:
         # Ignore its report of missing files: unlike a native checkpoint, a universal folder has no optimizer files.
         grid = find_grid(names, self.context.files, "", Problems(""))
         mps = range(max([*names.model, *(mp for _, mp in names.sharded_model), grid.mp - 1]) + 1)
         if names.model:
-            missing = [model_file_name(mp) for mp in mps if mp not in names.model]
+            missing = [step_files.model_file_name(mp) for mp in mps if mp not in names.model]
         else:
             wanted = [(dp, mp) for mp in mps for dp in range(grid.dp_world)]
-            missing = [sharded_model_file_name(dp, mp) for dp, mp in wanted if (dp, mp) not in names.sharded_model]
+            missing = [
+                step_files.sharded_model_file_name(dp, mp) for dp, mp in wanted if (dp, mp) not in names.sharded_model
+            ]
         for name in missing:
             self.context.problems.add(f"model file {name} is missing")
         self.context.problems.raise_any("copy it from the checkpoint that the folder was made from")
         return grid
 
-    def _models(self, names: StepFiles, grid: RankGrid) -> list[list[RankFile]]:
+    def _models(self, names: step_files.StepFiles, grid: RankGrid) -> list[list[RankFile]]:
         """The model files of each model-parallel rank: one, or under ZeRO-3 one per data-parallel rank."""
         files = self.context.files
         if names.model:
@@ -214,7 +206,10 @@ class _UniversalReader:
             return
         lost = sorted(_buffer_names(models))
         shards.roles = dict(
-            sorted(shards.roles.items(), key=lambda item: -1 if (layer := layer_number(item[0])) is None else layer)
+            sorted(
+                shards.roles.items(),
+                key=lambda item: -1 if (layer := step_files.layer_number(item[0])) is None else layer,
+            )
         )
         self.context.note(
             "universal-no-module",
@@ -245,12 +240,12 @@ class _UniversalReader:
             parameter.atoms = {kind: parameter.atoms[kind] for kind in order}
         for name, parameter in parameters.items():
             if parameter.role == "trained" and MASTER not in parameter.atoms:
-                problems.add(f"parameter {name} is trained, but {STATES_FOLDER}/{name}/fp32.pt is missing")
+                problems.add(f"parameter {name} is trained, but {step_files.STATES_FOLDER}/{name}/fp32.pt is missing")
         if copies:
             self.context.note(
                 "universal-copies",
-                f"{copies} folders below {STATES_FOLDER}/ are upcast copies of buffers, aliases and frozen parameters:"
-                " not used",
+                f"{copies} folders below {step_files.STATES_FOLDER}/ are upcast copies of buffers, aliases and frozen"
+                " parameters: not used",
             )
 
     def _unknown(self, folder: StateFolder) -> Parameter:
@@ -330,9 +325,9 @@ def _find_state_folders(root: Path, states: str, above: str, found: dict[str, St
             files = {entry.name: entry.is_dir() for entry in entries}
         folder = StateFolder(parameter)
         for name in sorted(files):
-            if name.endswith(STATE_SUFFIX) and not files[name]:
-                stem = name.removesuffix(STATE_SUFFIX)
-                kind = MASTER if stem == MASTER_FILE else kind_of_state(stem)
+            if name.endswith(step_files.STATE_SUFFIX) and not files[name]:
+                stem = name.removesuffix(step_files.STATE_SUFFIX)
+                kind = MASTER if stem == step_files.MASTER_FILE else kind_of_state(stem)
                 folder.kinds[kind] = f"{states}/{parameter}/{name}"
         has_folders = any(files.values())
         if folder.kinds or not has_folders:

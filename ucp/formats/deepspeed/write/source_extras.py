@@ -43,14 +43,14 @@ class SourceExtras:
         for (dp, mp), name in files.sharded_model.items():
             if dp == 0 or mp not in self._models:
                 self._models[mp] = trees[name]
-        optims = {key: trees[name] for key, name in files.optim.items()}
-        self._optim: Mapping[str, Any] = next((optims[key] for key in sorted(optims)), {})
+        self._model: Mapping[str, Any] = next(iter(self._models.values()), {})
+        self._optim: Mapping[str, Any] = next((trees[files.optim[key]] for key in sorted(files.optim)), {})
         self._universal = trees.get(PurePosixPath(OPTIMIZER_STATE).name)
 
     def model(self, mp: int, mp_size: int) -> dict[str, Any]:
         """The carried keys of the model file of rank `mp`; those of rank 0 if the source's size is not `mp_size`."""
         same = mp_size == self.source.mesh.tp * self.source.mesh.pp
-        tree = self._models.get(mp if same else 0) or next(iter(self._models.values()), {})
+        tree = self._models.get(mp if same else 0) or self._model
         return {key: value for key, value in tree.items() if key not in _COMPUTED_KEYS}
 
     def unnamed_optimizer(self, file: str) -> Mapping[str, Any] | None:
@@ -64,7 +64,7 @@ class SourceExtras:
     @property
     def stacked(self) -> dict[str, int]:
         """Parameters with the stacked experts of an AutoEP layer → number of experts."""
-        tree = next(iter(self._models.values()), {})
+        tree = self._model
         placements = expert_placements(tree, "the model file of the source")
         return {name: placement.total for name, placement in placements.items() if name in self.source.parameters}
 
@@ -77,11 +77,11 @@ class SourceExtras:
         inner = self._optim.get("optimizer_state_dict", self._universal)
         if isinstance(inner, dict):
             return inner
-        return dict_or_empty(next(iter(self._models.values()), {}).get("optimizer"))
+        return dict_or_empty(self._model.get("optimizer"))
 
     @property
     def config(self) -> dict[str, Any]:
-        config = next(iter(self._models.values()), {}).get("ds_config") or self._optim.get("ds_config")
+        config = self._model.get("ds_config") or self._optim.get("ds_config")
         return dict(dict_or_empty(config))
 
     @property
@@ -93,7 +93,7 @@ class SourceExtras:
     @property
     def version(self) -> str:
         """The DeepSpeed version to write into the files; some loaders compare it."""
-        version = next(iter(self._models.values()), {}).get("ds_version")
+        version = self._model.get("ds_version")
         return version if isinstance(version, str) else "0.19.8"
 
     @property
@@ -110,7 +110,7 @@ class SourceExtras:
     @property
     def vocab_multiple(self) -> int | None:
         """Megatron's `make_vocab_size_divisible_by`, if the source has Megatron's arguments."""
-        args = next(iter(self._models.values()), {}).get("args")
+        args = self._model.get("args")
         value = args.get("make_vocab_size_divisible_by") if isinstance(args, Inert) else None
         return value if type(value) is int and value > 0 else None
 

@@ -13,15 +13,7 @@ from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Checkpoint, Mesh, Note, Pa
 from ucp.core.dtypes import FLOAT32
 from ucp.core.target import Target
 from ucp.errors import UsageError
-from ucp.formats.deepspeed.step_files import (
-    LATEST_UNIVERSAL,
-    MASTER_FILE,
-    OPTIMIZER_STATE,
-    STATE_SUFFIX,
-    STATES_FOLDER,
-    model_file_name,
-    sharded_model_file_name,
-)
+from ucp.formats.deepspeed import step_files
 from ucp.formats.deepspeed.write.model_files import ModelFiles
 from ucp.formats.deepspeed.write.optimizer_files import (
     ScalarStates,
@@ -96,19 +88,21 @@ class UniversalWriter(FormatWriter):
         with SourceFiles(self.source.root) as files:
             scalars = ScalarStates(files)
             made = [torch_file(f"{self.folder}/{name}", with_tensors(tree)) for name, tree in self._trees(scalars)]
-        return Target((*made, literal_file(LATEST_UNIVERSAL, self.folder.encode())))
+        return Target((*made, literal_file(step_files.LATEST_UNIVERSAL, self.folder.encode())))
 
     def _trees(self, scalars: ScalarStates) -> Iterator[tuple[str, Any]]:
         for parameter in self.source.parameters.values():
             # A slash makes nested folders, which DeepSpeed's loader finds.
             parts = parameter.name.split("/")
-            if "\0" in parameter.name or any(p in ("", ".", "..") or p.endswith(STATE_SUFFIX) for p in parts):
+            if "\0" in parameter.name or any(
+                p in ("", ".", "..") or p.endswith(step_files.STATE_SUFFIX) for p in parts
+            ):
                 raise UsageError(
                     f"parameter {parameter.name!r}: cannot be used as a folder name, as universal folders require"
                 )
             for kind, tree in self._states(parameter, scalars):
-                yield f"{STATES_FOLDER}/{parameter.name}/{kind}{STATE_SUFFIX}", tree
-        yield OPTIMIZER_STATE, self._optimizer_state(scalars)
+                yield f"{step_files.STATES_FOLDER}/{parameter.name}/{kind}{step_files.STATE_SUFFIX}", tree
+        yield step_files.OPTIMIZER_STATE, self._optimizer_state(scalars)
         yield from self._model_files()
 
     def _states(self, parameter: Parameter, scalars: ScalarStates) -> Iterator[tuple[str, Any]]:
@@ -116,14 +110,14 @@ class UniversalWriter(FormatWriter):
             # Like DeepSpeed's own converter: without optimizer state, fp32 is the weight itself.
             weight = parameter.atoms.get(WEIGHT)
             if weight is not None:
-                yield MASTER_FILE, {"param": whole_tensor(replace(weight, dtype=FLOAT32))}
+                yield step_files.MASTER_FILE, {"param": whole_tensor(replace(weight, dtype=FLOAT32))}
             return
         if parameter.name in self._stacked:  # the keys by which AutoEP's loader slices experts for an ep rank
             keys = {"cat_dim": 0, "is_expert_param": True, "ep_num_experts": self._stacked[parameter.name]}
         else:
             keys = _tp_slicing_keys(parameter)
         master = replace(self.layout.master(parameter), shape=parameter.shape)  # the loader pads vocabularies itself
-        yield MASTER_FILE, {"param": whole_tensor(master), **keys}
+        yield step_files.MASTER_FILE, {"param": whole_tensor(master), **keys}
         local = self.layout.slicer.local(parameter, 0)
         for kind in element_kinds([local]):
             yield state_of_kind(kind), {"param": whole_tensor(parameter.atoms[kind]), **keys}
@@ -152,12 +146,12 @@ class UniversalWriter(FormatWriter):
     def _model_files(self) -> Iterator[tuple[str, Any]]:
         models = ModelFiles(self.layout)
         shapes = [shapes_of(group.members) for group in flat_groups(self.layout, 0, 0, 0)]
-        yield model_file_name(0), self._of_source(models.model_tree(0, 0, 0, shapes, None))
+        yield step_files.model_file_name(0), self._of_source(models.model_tree(0, 0, 0, shapes, None))
         if not self.layout.has_experts:
             zero3 = TargetLayout(self.source, Mesh(zero=3), self._options)
             subs = sub_groups(zero3, zero3.groups(0, 0, 0))
             tree = ModelFiles(zero3).model_tree(0, 0, 0, [shapes_of(sub.members) for sub in subs], None)
-            yield sharded_model_file_name(0, 0), self._of_source(tree)
+            yield step_files.sharded_model_file_name(0, 0), self._of_source(tree)
         yield from models.layer_files()
         yield from models.expert_files()
 

@@ -14,14 +14,8 @@ from ucp.core.checkpoint import Checkpoint, Mesh, Note
 from ucp.core.dtypes import BFLOAT16
 from ucp.core.target import OutputFile, Target
 from ucp.errors import UsageError
+from ucp.formats.deepspeed import step_files
 from ucp.formats.deepspeed.experts import experts_per_layer
-from ucp.formats.deepspeed.step_files import (
-    expert_optimizer_file_name,
-    is_state_file,
-    model_file_name,
-    optimizer_file_name,
-    sharded_model_file_name,
-)
 from ucp.formats.deepspeed.write.model_files import ModelFiles
 from ucp.formats.deepspeed.write.optimizer_files import (
     ScalarStates,
@@ -79,26 +73,25 @@ class DeepSpeedWriter(FormatWriter):
                 self.notes.append(Note("no-scheduler", f"{text} load_lr_scheduler_states=False, and set your own"))
             if self.source.groups and not any(group.hyper for group in self.source.groups):
                 text = "the source has no hyper-parameters (elastic checkpoints do not store them)"
-                self.notes.append(Note("no-hyper-parameters", f"{text}; {self._hyper_parameters()}"))
+                if self.mesh.zero in (1, 2) and is_elastic(self.layout):
+                    then = "the job that loads the target keeps its own, including the learning rate"
+                else:
+                    written = "those of the configuration" if self.layout.extras.configured_hyper else "none"
+                    then = f"{written} were written: after load_checkpoint, set engine.optimizer.param_groups before"
+                    then += " the first step"
+                self.notes.append(Note("no-hyper-parameters", f"{text}; {then}"))
             return
         if self.mesh.zero == 3:
             raise UsageError(
                 "the source has no optimizer, and DeepSpeed stores the weights of ZeRO-3 in the optimizer files",
                 hint="use --zero 0, 1 or 2 and load with load_module_only=True; or --to safetensors",
             )
-        if self.mesh.zero == 0 and self._unnamed_optimizer(model_file_name(0)) is not None:
+        if self.mesh.zero == 0 and self._unnamed_optimizer(step_files.model_file_name(0)) is not None:
             return
         text = "the source has no optimizer state: load the target with load_module_only=True"
         if any(note.id == "optimizer-unnamed" for note in self.source.notes):
             text = "the states of the source's optimizer have no names: load the target with load_module_only=True"
         self.notes.append(Note("no-optimizer", text))
-
-    def _hyper_parameters(self) -> str:
-        """Where the job that loads the target gets its hyper-parameters from, if the source has none."""
-        if self.mesh.zero in (1, 2) and is_elastic(self.layout):
-            return "the job that loads the target keeps its own, including the learning rate"
-        written = "those of the configuration" if self.layout.extras.configured_hyper else "none"
-        return f"{written} were written: after load_checkpoint, set engine.optimizer.param_groups before the first step"
 
     def target(self) -> Target:
         """Every file of the checkpoint; DeepSpeed has no manifest."""
@@ -131,7 +124,7 @@ class DeepSpeedWriter(FormatWriter):
         by_ep = [flat_groups(self.layout, pp, tp, ep) for ep in range(self.mesh.ep)]
         states = [[scalars.group(group.members) for group in groups] for groups in by_ep]
         shapes = [shapes_of(group.members) for group in by_ep[0]]
-        yield model_file_name(mp), self.models.model_tree(pp, tp, 0, shapes, None)
+        yield step_files.model_file_name(mp), self.models.model_tree(pp, tp, 0, shapes, None)
         for dp in range(self.mesh.dp):
             ep = dp % self.mesh.ep
             groups = by_ep[ep]
@@ -149,19 +142,19 @@ class DeepSpeedWriter(FormatWriter):
         for dp in range(self.mesh.dp):
             if dp < 2 or self.models.differs_by_rank:  # rank 0 differs; all others are equal
                 model = PickledTree(with_tensors(self.models.model_tree(pp, tp, dp, shapes, None)), self.tag)
-            yield sharded_model_file_name(dp, mp), model
+            yield step_files.sharded_model_file_name(dp, mp), model
             tree = zero3_optimizer_tree(self.layout, groups, subs, states, dp)
             yield self._optimizer_file(dp, mp, tree)
 
     def _zero0(self, pp: int, tp: int, scalars: ScalarStates) -> Iterator[tuple[str, Any]]:
         mp = pp * self.mesh.tp + tp
-        name = model_file_name(mp)
+        name = step_files.model_file_name(mp)
         if not self.layout.has_experts:
             yield name, self.models.model_tree(pp, tp, 0, None, self._zero0_optimizer(name, pp, tp, 0, scalars))
             return
         yield name, self.models.model_tree(pp, tp, 0, None, None)
         for ep in range(self.mesh.ep):
-            name = expert_optimizer_file_name(ep, mp)
+            name = step_files.expert_optimizer_file_name(ep, mp)
             yield name, {"optimizer": self._zero0_optimizer(name, pp, tp, ep, scalars)}
 
     def _zero0_optimizer(self, file: str, pp: int, tp: int, ep: int, scalars: ScalarStates) -> dict[str, Any]:
@@ -176,7 +169,7 @@ class DeepSpeedWriter(FormatWriter):
         return dict(kept) if kept is not None else None
 
     def _optimizer_file(self, dp: int, mp: int, tree: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        name = optimizer_file_name(dp, mp, is_bf16=self.layout.dtype == BFLOAT16)
+        name = step_files.optimizer_file_name(dp, mp, is_bf16=self.layout.dtype == BFLOAT16)
         version = self.layout.extras.version
         return name, {"optimizer_state_dict": tree, "ds_config": self.models.config(), "ds_version": version}
 
@@ -185,7 +178,7 @@ class DeepSpeedWriter(FormatWriter):
         for name, tree in self.source.extras.trees.items():
             if name.endswith(".json"):
                 yield literal_file(name, json.dumps(tree, indent=2).encode() + b"\n")
-            elif "/" not in name and not is_state_file(PurePosixPath(name).name):
+            elif "/" not in name and not step_files.is_state_file(PurePosixPath(name).name):
                 yield torch_file(name, with_tensors(tree))
         for name in self.source.extras.files:
             yield copied_file(self.source, name, name)

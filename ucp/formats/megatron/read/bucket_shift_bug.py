@@ -227,10 +227,14 @@ class BufferRepair:
             if packed.transposed or lo >= hi or lo < at:
                 continue
             lost += self._replace_lost(home, at, lo, kind, weight, dtype, made)
-            from_ = start + lo - span.start
-            made += _moved_fragments(
-                home, lo, span.packed, from_, from_ + hi - lo, stored[span.packed.name], self._rank
-            )
+            skip = start + lo - span.start
+            region = Region.of(piece.box for piece in span.packed.pieces).cut(skip, skip + hi - lo)
+            for piece in region.pieces():
+                for box, source, offset in _overlapping(piece.box, stored[span.packed.name]):
+                    # Blocks are whole slices or whole parts of them, so overlaps are in the order of the piece.
+                    first = lo + piece.offset + flat_index(_relative_start(box, piece.box), piece.box.shape)
+                    moved = home.cut(first, first + box.numel)
+                    made.append(Fragment(moved, source.file, offset, source.dtype, self._rank))
             at = hi
         lost += self._replace_lost(home, at, home.numel, kind, weight, dtype, made)
         return made, lost
@@ -251,17 +255,6 @@ class BufferRepair:
                         region = Region.of((one.shift(piece.box.start),))
                         made.append(Fragment(region, "", 0, dtype, self._rank, inline=bytes(dtype.itemsize)))
         return max(hi - lo, 0)
-
-
-def _moved_fragments(
-    home: Region, to: int, packed: PackedParam, start: int, stop: int, stored: Sequence[Fragment], rank: Rank
-) -> Iterator[Fragment]:
-    """Yield elements [start, stop) of the stored slice of `packed`, as elements from `to` on of another slice."""
-    for piece in Region.of(piece.box for piece in packed.pieces).cut(start, stop).pieces():
-        for box, source, offset in _overlapping(piece.box, stored):
-            # Blocks are whole slices or whole parts of them, so overlaps are in the order of the piece.
-            first = to + piece.offset + flat_index(_relative_start(box, piece.box), piece.box.shape)
-            yield Fragment(home.cut(first, first + box.numel), source.file, offset, source.dtype, rank)
 
 
 def _overlapping(box: Box, stored: Sequence[Fragment]) -> Iterator[tuple[Box, Fragment, int]]:

@@ -24,18 +24,8 @@ from ucp.core.box import Shape
 from ucp.core.checkpoint import MASTER, STEP, ParamGroup
 from ucp.core.dtypes import FLOAT32, DType
 from ucp.errors import InconsistentError, NotUnderstoodError
+from ucp.formats.megatron import mcore_modules as mcore
 from ucp.formats.megatron.job_arguments import JobArguments
-from ucp.formats.megatron.mcore_modules import (
-    EMBEDDING,
-    OUTPUT,
-    canonical_name,
-    is_before_core,
-    is_expert,
-    layer_of,
-    shift_expert,
-    shift_layer,
-    to_core_name,
-)
 from ucp.formats.megatron.optimizer_groups import (
     PARAMS,
     GroupFlags,
@@ -144,15 +134,15 @@ def chunks_of(tree: Mapping[Any, Any], where: str) -> list[dict[str, Any]]:
 
 def _flatten_names(tree: Mapping[Any, Any]) -> dict[str, Any]:
     names = flatten_state_dict(tree)
-    is_old = any(is_before_core(name) for name in names)
-    return {canonical_name(to_core_name(name) if is_old else name): value for name, value in names.items()}
+    is_old = any(mcore.is_before_core(name) for name in names)
+    return {mcore.canonical_name(mcore.to_core_name(name) if is_old else name): value for name, value in names.items()}
 
 
 def count_layers(chunk: Mapping[str, Any]) -> dict[str, int]:
     """Return how many layers each stack (`decoder`, `encoder`) has in a chunk."""
     counts: dict[str, int] = {}
     for name in chunk:
-        number = layer_of(name)
+        number = mcore.layer_of(name)
         if number is not None:
             stack = name[: name.index(".layers.")]
             counts[stack] = max(counts.get(stack, 0), number + 1)
@@ -168,13 +158,13 @@ def params_of_entry(
     """
     ref: TensorRef = chunk[name]
     experts = arguments.experts_on(ep)
-    stack = name[: name.index(".layers.")] if layer_of(name) is not None else ""
-    whole = shift_expert(shift_layer(name, offsets.get(stack, 0)), experts.start)
+    stack = name[: name.index(".layers.")] if mcore.layer_of(name) is not None else ""
+    whole = mcore.shift_expert(mcore.shift_layer(name, offsets.get(stack, 0)), experts.start)
     stem, _, last = whole.rpartition(".")
     if last in ("weight1", "weight2") and stem.endswith(".mlp.experts"):
         return _grouped_experts(chunk, name, stem, last, ref.shape, experts)
-    if whole == OUTPUT and arguments.tied:
-        whole = EMBEDDING  # the last stage's copy
+    if whole == mcore.OUTPUT and arguments.tied:
+        whole = mcore.EMBEDDING  # the last stage's copy
     return [EntryParam(whole, ref.shape)]
 
 
@@ -327,7 +317,7 @@ def read_buffers(
     chained = file.tree if isinstance(file.tree, list) else [file.tree]
     has_expert_optimizer = len(chained) > 1
     for number, state in enumerate(chained):
-        mine = [entry for entry in entries if not has_expert_optimizer or is_expert(entry.name) == bool(number)]
+        mine = [entry for entry in entries if not has_expert_optimizer or mcore.is_expert(entry.name) == bool(number)]
         if isinstance(state, dict):
             _read_optimizer_buffers(file, state, mine, pp, arguments, expert=has_expert_optimizer and number == 1)
     matcher = GroupMatcher(entries, arguments)
@@ -367,7 +357,7 @@ def _read_optimizer_buffers(
         if not isinstance(key, tuple) or not key or key[0] != dtype or not isinstance(table, dict):
             raise InconsistentError(f"{file.name}: has a buffer of {key}, expected {dtype}", hint=_RESTORE_RANK)
         params = [
-            BufferParam(entry.ref.numel, arguments.shares_embedding and entry.param_names == [EMBEDDING])
+            BufferParam(entry.ref.numel, arguments.shares_embedding and entry.param_names == [mcore.EMBEDDING])
             for entry in mine
         ]
         numel = sum(entry.ref.numel for entry in entries)

@@ -13,18 +13,9 @@ from ucp.core.box import Shape
 from ucp.core.checkpoint import WEIGHT, Note, Parameter, ParamGroup, Rank, Role
 from ucp.core.rules import REPLICATED, RuleBook, resolve
 from ucp.errors import InconsistentError, NotUnderstoodError, UcpError
+from ucp.formats.megatron import mcore_modules as mcore
 from ucp.formats.megatron.folder import MODEL_FILE, OPTIMIZER_FILE, OPTIMIZER_MISSING, model_files, rank_folder_name
 from ucp.formats.megatron.job_arguments import JobArguments, arguments_of
-from ucp.formats.megatron.mcore_modules import (
-    EMBEDDING,
-    OUTPUT,
-    RULE_ORIGIN,
-    expert_of,
-    is_buffer,
-    is_expert,
-    order_key,
-    split_rule,
-)
 from ucp.formats.megatron.read.legacy_files import (
     GroupMatcher,
     MegatronFile,
@@ -86,7 +77,7 @@ class LegacyShardTable(ShardTable):
 
     def degree(self, name: str) -> int:
         """Return the number of slices of a parameter."""
-        return self._arguments.etp if is_expert(name) else self._arguments.tp
+        return self._arguments.etp if mcore.is_expert(name) else self._arguments.tp
 
     def slice_index(self, name: str, coord: RankCoord) -> int:
         return coord.tp % self.degree(name)
@@ -280,7 +271,7 @@ class LegacyReader:
 
     def _fill_table(self) -> None:
         if self.arguments.tied:
-            self._table.aliases[OUTPUT] = EMBEDDING
+            self._table.aliases[mcore.OUTPUT] = mcore.EMBEDDING
         offsets = self._layer_offsets()
         has_optimizer = False
         for coord, files in sorted(self.files.items()):
@@ -304,14 +295,14 @@ class LegacyReader:
         for name, ref in chunk.items():
             if not isinstance(ref, TensorRef) or name.endswith("_extra_state"):
                 continue
-            role: Role = "trained" if ref.dtype.family == "float" and not is_buffer(name) else "buffer"
+            role: Role = "trained" if ref.dtype.family == "float" and not mcore.is_buffer(name) else "buffer"
             params = params_of_entry(chunk, name, offsets, coord.ep, self.arguments)
             shards: list[Shard] = []
             for param in params:
                 # Ranks that only differ in ep hold copies of dense parameters, and different experts.
                 at = RankCoord(coord.pp, coord.tp)
                 shards.append(self._table.put(param.name, at, param.shape, role, file.name))
-                expert = expert_of(param.name)
+                expert = mcore.expert_of(param.name)
                 if expert is not None:
                     self._table.experts[param.name] = expert, coord.ep
             entry = ModuleEntry(name, ref, number, params, shards)
@@ -395,7 +386,7 @@ class LegacyReader:
                     self._problems.add(f"parameter {name}: tensor-parallel rank {index} has no '{kind}'")
 
     def _rules(self, user: RuleBook | None, files: SourceFiles) -> dict[str, ResolvedRule]:
-        rows = {name: self._table.first_stage(name) for name in sorted(self._table.roles, key=order_key)}
+        rows = {name: self._table.first_stage(name) for name in sorted(self._table.roles, key=mcore.order_key)}
 
         def shape_of(name: str) -> Shape | None:
             return rows[name][0].shape if name in rows else None
@@ -404,9 +395,9 @@ class LegacyReader:
         for name, row in rows.items():
             shapes = [shard.shape for shard in row]
             named = user.find(name) if user is not None else None
-            rule = named.rule if named is not None else split_rule(name, shapes, self.arguments, shape_of)
+            rule = named.rule if named is not None else mcore.split_rule(name, shapes, self.arguments, shape_of)
             if rule is not None:
-                origin = named.origin if named is not None else RULE_ORIGIN
+                origin = named.origin if named is not None else mcore.RULE_ORIGIN
                 rules[name] = ResolvedRule(resolve(rule, shapes, name), origin)
             elif len(row) == 1:
                 rules[name] = ResolvedRule(REPLICATED, ONE_RANK_ORIGIN)

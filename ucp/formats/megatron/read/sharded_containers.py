@@ -34,7 +34,7 @@ from ucp.core.checkpoint import STEP, Atom
 from ucp.core.dtypes import BY_NAME, DType
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, storage_errors
 from ucp.formats.megatron.job_arguments import JobArguments, arguments_of
-from ucp.formats.megatron.mcore_modules import canonical_name, is_buffer, order_key
+from ucp.formats.megatron.mcore_modules import canonical_name, is_buffer, module_order
 from ucp.formats.megatron.optimizer_groups import groups_of, optimizers_of, parameter_flags, stored_group_flags
 from ucp.formats.megatron.read.sharded_tensors import BlockLocation, ShardedBlock, ShardedContents, ShardedTensor
 from ucp.formats.sharded.shard_fragments import StoredShard
@@ -129,11 +129,8 @@ class TorchDcpFolder:
     def _numbered(self) -> list[list[str]]:
         """Return the names of the parameters in each group, in the order in which the optimizer numbers them."""
         arguments = self.arguments
-        fused, latent = arguments.has_transformer_engine, arguments.flag("multi_latent_attention")
-        names = sorted(
-            (name for name, entry in self._weights.items() if not is_buffer(name) and entry.dtype.family == "float"),
-            key=lambda name: order_key(name, fused=fused, latent=latent),
-        )
+        floats = (name for name, entry in self._weights.items() if entry.dtype.family == "float")
+        names = sorted((name for name in floats if not is_buffer(name)), key=module_order(arguments))
         flags = {name: parameter_flags(name, len(self._weights[name].shape), arguments) for name in names}
         found: list[list[str]] = []
         for optimizer in optimizers_of(self.tree.get("optimizer")):

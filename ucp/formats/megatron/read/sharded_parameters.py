@@ -20,19 +20,10 @@ from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, LazyFragments, Note,
 from ucp.core.dtypes import DType
 from ucp.core.rules import REPLICATED, Rule, RuleBook, logical_shape, resolve
 from ucp.errors import InconsistentError, first_few
+from ucp.formats.megatron import mcore_modules as mcore
 from ucp.formats.megatron.folder import COMMON
 from ucp.formats.megatron.job_arguments import JobArguments, arguments_of
 from ucp.formats.megatron.job_extras import without_optimizer_states
-from ucp.formats.megatron.mcore_modules import (
-    EMBEDDING,
-    NOT_CUT_ORIGIN,
-    OUTPUT,
-    RULE_ORIGIN,
-    expert_of,
-    is_buffer,
-    order_key,
-    split_rule,
-)
 from ucp.formats.megatron.optimizer_groups import (
     GroupFlags,
     groups_of,
@@ -132,16 +123,20 @@ class ShardedReader:
         model = {  # the parameters of the optimizer, as ranks slice them
             name: GlobalParam(shape, self._rules[name][0], states[name][WEIGHT].dtype)
             for name, shape in self._unstacked.shapes.items()
-            if WEIGHT in states[name] and not is_buffer(name)
+            if WEIGHT in states[name] and not mcore.is_buffer(name)
         }
         buckets = ShardedBuckets(self._unstacked.buckets, sharded.objects, self.arguments, str(root))
         buckets.add_to(states, model)
-        if self._optimizer_sharding() == "fully_reshardable" and not is_damaged:
+        content = common.mapping().get("content_metadata")
+        sharding = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+        first = next(iter(optimizers_of(common.mapping().get("optimizer"))), {})
+        sharding = sharding or first.get("param_state_sharding_type")
+        if sharding == "fully_reshardable" and not is_damaged:
             self.notes += handle_shifted_state(root, model, states, self.arguments, repair=repair)
 
     def parameters(self) -> dict[str, Parameter]:
         """Return every parameter in the order of the model, without step counters."""
-        return {name: self._parameter(name) for name in sorted(self._unstacked.shapes, key=order_key)}
+        return {name: self._parameter(name) for name in sorted(self._unstacked.shapes, key=mcore.order_key)}
 
     def groups(self, parameters: Mapping[str, Parameter]) -> list[ParamGroup]:
         """Return the parameter groups, and add the step of each group or optimizer to its parameters."""
@@ -185,22 +180,15 @@ class ShardedReader:
             trees["objects"] = {key: value for key, value in self._sharded.objects.items() if not _GATHERED.match(key)}
         return trees
 
-    def _optimizer_sharding(self) -> Any:
-        """Return the layout of the distributed optimizer's state, if the common part names it."""
-        content = self.common.mapping().get("content_metadata")
-        named = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
-        first = next(iter(optimizers_of(self.common.mapping().get("optimizer"))), {})
-        return named or first.get("param_state_sharding_type")
-
     def _rule(self, name: str) -> tuple[Rule, str]:
         shape = self._unstacked.shapes[name]
         named = self._user.find(name) if self._user is not None else None
         if named is not None:
             return resolve(named.rule, [shape], name), named.origin
-        rule = split_rule(name, [shape], self.arguments, self._unstacked.shapes.get)
+        rule = mcore.split_rule(name, [shape], self.arguments, self._unstacked.shapes.get)
         if rule is None:
-            return REPLICATED, NOT_CUT_ORIGIN
-        return resolve(rule, [shape], name), RULE_ORIGIN
+            return REPLICATED, mcore.NOT_CUT_ORIGIN
+        return resolve(rule, [shape], name), mcore.RULE_ORIGIN
 
     def _parameter(self, name: str) -> Parameter:
         rule, origin = self._rules[name]
@@ -216,13 +204,13 @@ class ShardedReader:
         return Parameter(
             name,
             shape,
-            "trained" if is_float and not is_buffer(name) else "buffer",
+            "trained" if is_float and not mcore.is_buffer(name) else "buffer",
             atoms,
             rule,
             origin,
             padded if padded != shape else None,
-            aliases=(OUTPUT,) if name == EMBEDDING and self.arguments.tied else (),
-            expert=expert_of(name),
+            aliases=(mcore.OUTPUT,) if name == mcore.EMBEDDING and self.arguments.tied else (),
+            expert=mcore.expert_of(name),
         )
 
     def _optimizers(self) -> list[Mapping[str, Any]]:

@@ -15,18 +15,8 @@ from ucp.core.dtypes import FLOAT32, DType, parse_dtype
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule, resolve
 from ucp.errors import UsageError, first_few
+from ucp.formats.megatron import mcore_modules as mcore
 from ucp.formats.megatron.job_arguments import JobArguments
-from ucp.formats.megatron.mcore_modules import (
-    NOT_CUT_ORIGIN,
-    block_of,
-    expert_of,
-    is_expert,
-    is_prediction,
-    layer_of,
-    shift_expert,
-    shift_layer,
-    split_rule,
-)
 from ucp.formats.megatron.rank_layout import GlobalParam, ModuleRank, ModuleTensor, module_tensors
 from ucp.formats.megatron.write.target_job import TargetJob
 from ucp.formats.registry import WriteOptions
@@ -41,7 +31,7 @@ from ucp.formats.sharded.slicer import (
 )
 
 _DECODER: Final = re.compile(r"^(?:embedding|decoder|mtp\.layers\.\d+|output_layer)\.")
-_NO_RULE_ORIGINS: Final = (ONE_RANK_ORIGIN, NOT_CUT_ORIGIN)  # of rules that were not needed
+_NO_RULE_ORIGINS: Final = (ONE_RANK_ORIGIN, mcore.NOT_CUT_ORIGIN)  # of rules that were not needed
 _GROUPED_EXPERT: Final = re.compile(r"\.local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)$")
 
 # Norms that Transformer Engine fuses into the linear layer after them: name in atoms → name in the module.
@@ -110,7 +100,7 @@ def position_in_stack(name: str, arguments: JobArguments, traits: LayerTraits) -
 
     Norms are named as in Transformer Engine even with the local implementation, except with multi-latent attention.
     """
-    layer, expert = layer_of(name), expert_of(name)
+    layer, expert = mcore.layer_of(name), mcore.expert_of(name)
     key = name
     if arguments.has_transformer_engine:
         key = name_in_module(name, arguments, traits)
@@ -161,7 +151,10 @@ class TargetModel:
         self._stored_dtype = (parse_dtype(named) if isinstance(named, str) else None) or FLOAT32
         self.dtype = options.dtype or self._stored_dtype  # of the module's weights
         self._atoms: dict[tuple[str, str], Atom | None] = {}
-        rules = {p.name: self._rule(p) for p in source.parameters.values()}
+        # The source's rules, or megatron-core's if the source did not need one.
+        unruled = [p for p in source.parameters.values() if _has_no_rule(p)]
+        core = {p.name: (p.shape, rule) for p in unruled if (rule := self._core_rule(p)) is not None}
+        rules = {name: resolve(rule, [shape], name) for name, (shape, rule) in core.items()}
         multiple = job.arguments.number("make_vocab_size_divisible_by", 128)
         slicer = ParamSlicer(source, job.mesh.tp, options.vocab_size, options.like, multiple, rules, grows_vocab=True)
         self._check_parameters()
@@ -170,8 +163,8 @@ class TargetModel:
             if parameter.atoms:
                 rule, shape = slicer.rule(parameter)
                 self.params[parameter.name] = GlobalParam(shape, rule, self._weight_dtype(parameter))
-        self._moe_blocks = {block_of(name) for name in self.params if ".router." in name}
-        self._delta_blocks = {block_of(name) for name in self.params if name.endswith(".self_attention.A_log")}
+        self._moe_blocks = {mcore.block_of(name) for name in self.params if ".router." in name}
+        self._delta_blocks = {mcore.block_of(name) for name in self.params if name.endswith(".self_attention.A_log")}
         self.is_hybrid = any(name.endswith(".mixer.A_log") for name in self.params)
 
     @property
@@ -181,7 +174,7 @@ class TargetModel:
 
     def layer_traits(self, name: str) -> LayerTraits:
         """Return the traits of the layer that a parameter belongs to."""
-        block = block_of(name)
+        block = mcore.block_of(name)
         known = block is not None
         return LayerTraits(known and block in self._moe_blocks, known and block in self._delta_blocks, self.is_hybrid)
 
@@ -199,12 +192,12 @@ class TargetModel:
         """Return the name in the rank's module, where layers and experts have local numbers."""
         arguments = self.job.arguments
         traits = self.layer_traits(name)
-        name = shift_layer(name, -first_layer)
-        if is_expert(name) and tensor.packed_params[0].transposed:
+        name = mcore.shift_layer(name, -first_layer)
+        if mcore.is_expert(name) and tensor.packed_params[0].transposed:
             stem = name[: name.index(".local_experts.")]
             return f"{stem}.weight{1 if '.linear_fc1.' in name else 2}"
-        if expert_of(name) is not None:
-            name = shift_expert(name, -first_expert)
+        if mcore.expert_of(name) is not None:
+            name = mcore.shift_expert(name, -first_expert)
             if arguments.has_transformer_engine and arguments.flag("moe_grouped_gemm"):
                 name = _GROUPED_EXPERT.sub(r".linear_fc\2.\3\1", name)
             return name
@@ -269,7 +262,7 @@ class TargetModel:
                 f"{first_few(strange, 5)}: not parameters of a megatron-core decoder",
                 hint="leave them out with --exclude, or map the names with --names FILE",
             )
-        depths = {name.split(".")[2] for name in source.parameters if is_prediction(name)}
+        depths = {name.split(".")[2] for name in source.parameters if mcore.is_prediction(name)}
         if depths != {str(depth) for depth in range(arguments.prediction_layers)}:
             raise UsageError(
                 f"the job has {arguments.prediction_layers} layers of multi-token prediction (mtp_num_layers), but the"
@@ -290,17 +283,12 @@ class TargetModel:
             return self.dtype if MASTER in parameter.atoms else next(iter(parameter.atoms.values())).dtype
         return self.dtype if parameter.role == "trained" and stored.dtype == self._stored_dtype else stored.dtype
 
-    def _rule(self, parameter: Parameter) -> Rule:
-        """Return the source's rule, or megatron-core's if the source did not need one."""
-        rule = self._core_rule(parameter) if _has_no_rule(parameter) else None
-        return parameter.rule if rule is None else resolve(rule, [parameter.shape], parameter.name)
-
     def _core_rule(self, parameter: Parameter) -> Rule | None:
         def shape_of(name: str) -> Shape | None:
             other = self.source.parameters.get(name)
             return other.shape if other is not None else None
 
-        return split_rule(parameter.name, [parameter.shape], self.job.arguments, shape_of)
+        return mcore.split_rule(parameter.name, [parameter.shape], self.job.arguments, shape_of)
 
 
 def _has_no_rule(parameter: Parameter) -> bool:
