@@ -110,6 +110,7 @@ def test_real_conversions_equal_their_native_source(tmp_path: Path, variant: str
     source = FIXTURES / variant
     target = tmp_path / "made_universal"
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers=1"]
+    command += ["--no_strict"]  # patterns of the pipeline's module that match nothing
     command += ["--num_merge_workers=1", f"--input_folder={source / 'global_step3'}", f"--output_folder={target}"]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
     assert recognises_universal(tmp_path)
