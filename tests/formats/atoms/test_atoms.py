@@ -83,7 +83,7 @@ def write(checkpoint: Checkpoint, path: Path, *, link: bool = False) -> Checkpoi
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_everything_comes_back(source: tuple[Checkpoint, dict], tmp_path: Path, link: bool) -> None:
+def test_a_round_trip_keeps_everything(source: tuple[Checkpoint, dict], tmp_path: Path, link: bool) -> None:
     checkpoint, values = source
     back = write(checkpoint, tmp_path / "atoms", link=link)
     assert list(back.parameters) == list(checkpoint.parameters)
@@ -161,7 +161,7 @@ def test_a_changed_manifest_is_noticed(source: tuple[Checkpoint, dict], tmp_path
         open_checkpoint(tmp_path / "atoms", ReadOptions())
 
 
-def test_library(source: tuple[Checkpoint, dict], tmp_path: Path) -> None:
+def test_opening_and_converting_from_python(source: tuple[Checkpoint, dict], tmp_path: Path) -> None:
     checkpoint, values = source
     write(checkpoint, tmp_path / "atoms")
     opened = ucp.open(tmp_path / "atoms")

@@ -1,4 +1,4 @@
-"""Names as paths: reversible, apart on any file system, never outside the folder."""
+"""Names as paths: reversible, distinct on any file system, never outside the folder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HOSTILE = [
 
 
 @given(st.lists(st.one_of(st.sampled_from(HOSTILE), st.text(max_size=40)), unique=True))
-def test_names_come_back_and_stay_apart(names: list[str]) -> None:
+def test_names_survive_and_stay_distinct(names: list[str]) -> None:
     paths = file_names(names)
     assert [name_of(paths[name]) for name in names] == names
     folded = {path.casefold() for path in paths.values()}

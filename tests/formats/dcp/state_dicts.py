@@ -19,7 +19,7 @@ def save(state: dict[str, Any], folder: Path, *, flatten: bool = True) -> Path:
 
 
 def load_all(folder: Path, scratch: Path) -> dict[str, Any]:
-    """Everything in a folder, nested as it was saved: what torch itself makes of it."""
+    """Everything in a folder, nested as it was saved, as torch itself loads it."""
     import torch
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -45,7 +45,7 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal values; tensors bit for bit and of the same type."""
+    """Whether values are equal; tensors bit for bit, with the same dtype."""
     import torch
 
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Folders that are damaged, incomplete or hostile: each is refused with the words that help."""
+"""Damaged, incomplete and hostile folders: each is refused with a message that helps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_everything(folder: Path) -> None:
 
 
 def test_whole_folder_is_read(folder: Path) -> None:
-    """The other tests here mean something only if this passes."""
+    """Without this the other tests of this module prove nothing."""
     rewrite(folder, metadata(folder))
     read_everything(folder)
 
@@ -49,7 +49,7 @@ def test_unfinished_save(folder: Path) -> None:
 
 
 def test_a_run_of_unfinished_saves(folder: Path) -> None:
-    """It is said of the newest one what it lacks; an older one that is finished counts before it."""
+    """The error names what the newest one lacks; an older complete one is read instead."""
     older, newer = folder.parent / "run/step-2", folder.parent / "run/step-10"
     older.parent.mkdir()
     folder.rename(newer)
@@ -74,7 +74,7 @@ def test_truncated_data_file(folder: Path) -> None:
 
 
 def test_metadata_of_another_save(tmp_path: Path) -> None:
-    """Chunk for chunk of the same size, but tensors of other shapes."""
+    """Every chunk has the same size, but tensors have other shapes."""
     import torch
 
     a = save({"model": {"w": torch.ones(6, 4), "v": torch.ones(4, 6)}}, tmp_path / "a")
@@ -91,7 +91,7 @@ def test_damaged_metadata(folder: Path) -> None:
         ucp.open(folder)
 
 
-def test_every_cut_of_the_metadata_is_refused(folder: Path) -> None:
+def test_metadata_truncated_anywhere_is_refused(folder: Path) -> None:
     data = (folder / ".metadata").read_bytes()
     for size in range(0, len(data), max(1, len(data) // 40)):
         (folder / ".metadata").write_bytes(data[:size])
@@ -100,7 +100,7 @@ def test_every_cut_of_the_metadata_is_refused(folder: Path) -> None:
 
 
 def test_flipped_bytes_never_crash(folder: Path) -> None:
-    """A changed byte gives another valid index or an error of ours; nothing else."""
+    """With a changed byte, the result is another valid index or a UcpError."""
     data = (folder / ".metadata").read_bytes()
     for position in range(0, len(data), max(1, len(data) // 150)):
         changed = bytearray(data)
@@ -198,7 +198,7 @@ def test_metadata_of_absurd_size(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         ucp.open(folder)
 
 
-def test_not_metadata_at_all(folder: Path) -> None:
+def test_a_file_that_is_not_metadata(folder: Path) -> None:
     rewrite(folder, {"state": io.BytesIO is None})
     with pytest.raises(errors.NotUnderstoodError, match="is not the metadata"):
         ucp.open(folder)

@@ -1,4 +1,4 @@
-"""Every real folder of the corpus holds, bit for bit, what the live model and optimizer held."""
+"""Every real folder of the corpus equals the live model and optimizer, bit for bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NOT_SAVED = {"hfwriter_dp4_consolidated": {"seen|weight"}}
 
 
 def differences(checkpoint: Path, reference: Path, *, weights_only: bool = False) -> tuple[list[str], int]:
-    """Keys of the reference that the checkpoint lacks or holds with other bits, and the number compared."""
+    """Keys of the reference that the checkpoint lacks or has with other bits, and the number compared."""
     import torch
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""State dicts that `torch.save` wrote in one piece, as sources: Accelerate's full form and files of users' own."""
+"""Whole state dicts written by `torch.save` as sources: Accelerate's FULL_STATE_DICT, and files of users."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def trained(net: TiedEmbedding) -> Any:
     return optimizer
 
 
-def test_accelerates_full_form(tmp_path: Path) -> None:
-    """Two files that belong together, and small ones beside them."""
+def test_accelerates_full_state_dict(tmp_path: Path) -> None:
+    """Two files that belong together, and small ones next to them."""
     state = small_state(groups=2)
     torch.save(state["model"], tmp_path / "pytorch_model_fsdp.bin")
     torch.save(state["optim"], tmp_path / "optimizer.bin")
@@ -61,8 +61,8 @@ def test_accelerates_full_form(tmp_path: Path) -> None:
     assert ucp.verify(tmp_path, level="deep").ok
 
 
-def test_a_file_of_the_users_own(tmp_path: Path) -> None:
-    """Raw state dicts of a DDP module and its optimizer, a scheduler, and what else there is; to DeepSpeed."""
+def test_a_file_written_by_torch_save(tmp_path: Path) -> None:
+    """Raw state dicts of a DDP module and its optimizer, a scheduler and other values, converted to DeepSpeed."""
     net = TiedEmbedding()
     optimizer = trained(net)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -96,7 +96,7 @@ def test_a_model_alone(tmp_path: Path) -> None:
     assert {"embed.weight", "mix", "scale", "nothing", "seen"} <= set(opened)
 
 
-def test_what_is_no_state_dict(tmp_path: Path) -> None:
+def test_files_that_are_not_state_dicts(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(NotUnderstoodError, match="is not a state dict"):
         ucp.open(tmp_path / "list.pt")
@@ -109,7 +109,7 @@ def test_what_is_no_state_dict(tmp_path: Path) -> None:
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
-    """A flipped byte anywhere in the tensors, and a file that was cut short."""
+    """A flipped byte anywhere in the tensors, and a truncated file."""
     path = tmp_path / "last.pt"
     torch.save({"model": {"weight": torch.zeros(64, 64)}}, path)
     sound = path.read_bytes()

@@ -1,4 +1,4 @@
-"""What is read of folders that real torch writes, in every way that keys and values can be laid out."""
+"""Reading folders that real torch writes, with every structure of keys and values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def index_of(path: Path) -> Checkpoint:
 
 
 def assert_holds(path: Path, state: dict[str, Any]) -> None:
-    """Every tensor of `small_state` is there under its own name."""
+    """Check every tensor of `small_state` by name."""
     import torch
 
     opened = ucp.open(path)
@@ -30,8 +30,8 @@ def assert_holds(path: Path, state: dict[str, Any]) -> None:
             assert torch.equal(opened[name].read(kind, as_torch=True), value), (name, kind)
 
 
-def test_names_of_the_user(tmp_path: Path) -> None:
-    """Top-level names are free: the optimizer is known by its groups, the model by the optimizer's names."""
+def test_top_level_names_are_free(tmp_path: Path) -> None:
+    """The optimizer is recognised by its groups, the model by the optimizer's names."""
     state = small_state(groups=2)
     nested = {"app": {"net": state["model"], "opt": state["optim"]}, "epoch": 4}
     path = save(nested, tmp_path / "saved")
@@ -49,8 +49,8 @@ def test_names_of_the_user(tmp_path: Path) -> None:
     }
 
 
-def test_a_model_that_calls_things_state(tmp_path: Path) -> None:
-    """A module named `state` is no optimizer."""
+def test_a_model_with_a_module_called_state(tmp_path: Path) -> None:
+    """A module named `state` is not an optimizer."""
     import torch
 
     state = small_state()
@@ -59,8 +59,8 @@ def test_a_model_that_calls_things_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["nested", "flattened", "no paths", "weights"])
-def test_a_module_called_as_groups_are(tmp_path: Path, form: str) -> None:
-    """Nor is one named `param_groups`, whatever holds its weights, its moments and its extra state."""
+def test_a_model_with_a_module_called_param_groups(tmp_path: Path, form: str) -> None:
+    """It is not an optimizer, whichever dictionaries have its weights, its moments and its extra state."""
     import torch
 
     state = small_state()
@@ -103,7 +103,7 @@ def test_averaged_copies_are_extras(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["named", "numbered", "weights"])
 @pytest.mark.parametrize("places", [("ema_model", "model"), ("teacher", "net"), ("model_avg", "x")])
 def test_a_copy_that_comes_first_is_not_the_model(tmp_path: Path, places: tuple[str, str], form: str) -> None:
-    """Averages have the names and shapes of the model, and may be wider; which of the two was read is said."""
+    """Averages have the names and shapes of the model, maybe in a wider dtype; a note names the one that was read."""
     state = small_state()
     first, own = places
     average = {name: value.double() * 2 for name, value in state["model"].items()}
@@ -120,7 +120,7 @@ def test_a_copy_that_comes_first_is_not_the_model(tmp_path: Path, places: tuple[
 
 
 def _numbered(optim: dict[str, Any]) -> dict[str, Any]:
-    """As `optimizer.state_dict()` has it."""
+    """The form of `optimizer.state_dict()`."""
     names = [name for group in optim["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in optim["param_groups"]]
@@ -129,8 +129,8 @@ def _numbered(optim: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("numbered", [False, True])
 @pytest.mark.parametrize("places", [("netG", "netD", "optD", "optG"), ("a", "b", "b_optimizer", "a_optimizer")])
-def test_two_models_of_the_same_names(tmp_path: Path, places: tuple[str, ...], numbered: bool) -> None:
-    """Each optimizer trains a model of its own: that which is called as it is."""
+def test_two_models_with_the_same_names(tmp_path: Path, places: tuple[str, ...], numbered: bool) -> None:
+    """Each optimizer trains its own model: the one with the more similar name."""
     import torch
 
     first, second = small_state(), small_state(steps=5)
@@ -178,7 +178,7 @@ def test_optimizer_saved_alone(tmp_path: Path) -> None:
 
 
 def raw_state(*, groups: int = 1) -> dict[str, Any]:
-    """As many people save: `optimizer.state_dict()` with numbers, and DDP's `module.` in the names."""
+    """A common way to save: `optimizer.state_dict()` with numbers, and DDP's `module.` in the names."""
     state = small_state(groups=groups)
     names = [name for group in state["optim"]["param_groups"] for name in group["params"]]
     optim = {
@@ -242,7 +242,7 @@ def test_groups_without_names_are_not_lost(tmp_path: Path) -> None:
 
 
 def test_numbers_without_states(tmp_path: Path) -> None:
-    """SGD without momentum keeps nothing of a parameter: its numbers are none of the names that other values have."""
+    """SGD without momentum keeps no states, so numbers appear only in its groups."""
     import torch
 
     model = small_state()["model"]
@@ -259,7 +259,7 @@ def test_numbers_without_states(tmp_path: Path) -> None:
     assert index.extras.trees[".metadata"].keys() == {"seen"}
 
 
-def test_names_beside_numbers(tmp_path: Path) -> None:
+def test_names_next_to_numbers(tmp_path: Path) -> None:
     """An optimizer made from `named_parameters()` numbers its parameters, in any order, and names them too."""
     import torch
 
@@ -277,7 +277,7 @@ def test_names_beside_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
 def test_parameters_without_a_gradient_are_frozen(tmp_path: Path, flatten: bool) -> None:
-    """Optimizers are given all parameters, frozen ones too, and keep no state of those: that is no damage."""
+    """An optimizer may be given frozen parameters too, and keeps no state of them: the checkpoint is not damaged."""
     import torch
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
@@ -336,7 +336,7 @@ def test_without_paths(tmp_path: Path) -> None:
 
 
 def test_groups_in_one_object(tmp_path: Path) -> None:
-    """Before torch 2.4 containers without tensors were not opened."""
+    """Before torch 2.4, containers without tensors were stored as one object."""
     state = small_state(groups=2)
     keys: dict[str, Any] = dict(state["model"].items())
     for name, states in state["optim"]["state"].items():
@@ -348,7 +348,7 @@ def test_groups_in_one_object(tmp_path: Path) -> None:
 
 
 def test_transposed_and_typed_tensors(tmp_path: Path) -> None:
-    """Strides are kept in the archives, and every element type has its own storage."""
+    """Archives keep strides, and every dtype has its own storage."""
     import torch
 
     tensors = {
@@ -370,7 +370,7 @@ def test_transposed_and_typed_tensors(tmp_path: Path) -> None:
 
 
 def test_tensors_inside_objects(tmp_path: Path) -> None:
-    """Tuples are never opened: their tensors lie in the object's archive."""
+    """Tuples are stored as one object: their tensors are in its archive."""
     import numpy as np
     import torch
 
@@ -406,7 +406,7 @@ def test_the_newest_finished_step_of_a_run(tmp_path: Path) -> None:
     assert ucp.open(tmp_path, tag="step-5").index.extras.trees[".metadata"]["train_state"]["step"] == 5
 
 
-def test_files_beside_the_data_are_carried(tmp_path: Path) -> None:
+def test_files_next_to_the_data_are_carried(tmp_path: Path) -> None:
     save(small_state(), tmp_path / "saved")
     (tmp_path / "saved" / "config.json").write_text("{}")
     (tmp_path / "saved" / "__8_0.distcp").touch()  # of a rank whose tensors others wrote

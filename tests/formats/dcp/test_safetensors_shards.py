@@ -14,7 +14,7 @@ from ucp.errors import InconsistentError, IntegrityError
 
 
 def write(path: Path, tensors: dict[str, Any], offsets: dict[str, list[int]] | None) -> None:
-    """A shard as the writer makes it; `offsets` None leaves its metadata out."""
+    """A shard as torch's writer makes it, without metadata if `offsets` is None."""
     from safetensors.torch import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def test_missing_rank(folder: Path) -> None:
 
 
 def test_missing_last_rank(folder: Path) -> None:
-    """The names do not tell, but here the tensor does."""
+    """File names do not show it, but here the tensor has a gap."""
     shard(folder, 3).unlink()
     with pytest.raises(InconsistentError, match=r"no shard contains \[3:5, 2:4\] of w \[5, 4\]"):
         ucp.open(folder)
@@ -73,7 +73,7 @@ def test_shards_that_overlap(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("start", [[0], [-1, 0], [0, "1"], None])
-def test_offsets_that_make_no_sense(folder: Path, start: Any) -> None:
+def test_invalid_offsets(folder: Path, start: Any) -> None:
     import torch
 
     write(shard(folder, 2), {"w": torch.zeros(2, 2)}, {"w": start})
@@ -82,15 +82,15 @@ def test_offsets_that_make_no_sense(folder: Path, start: Any) -> None:
 
 
 def test_consolidation_loses_scalars(corpus: Path) -> None:
-    """The corpus has a folder that torch damaged: the shards are read, and the damage is told."""
+    """The corpus has a folder that torch damaged: the shards are read, and the damage is noted."""
     opened = ucp.open(corpus / "dcp/hfwriter_dp4_consolidated/step-3")
     assert opened["temperature"].read() == 1.25
     assert [note.id for note in opened.index.notes] == ["consolidated-wrong"]
     assert "temperature" in opened.index.notes[0].text
 
 
-def test_consolidated_beside_sound_shards(folder: Path) -> None:
-    """Nothing is told where both agree."""
+def test_consolidated_files_next_to_shards(folder: Path) -> None:
+    """If both agree, there is no note."""
     import torch
 
     (folder / "sharded").mkdir()
@@ -106,8 +106,8 @@ def test_consolidated_beside_sound_shards(folder: Path) -> None:
         ucp.open(folder)
 
 
-def test_consolidated_tensors_of_no_type(folder: Path) -> None:
-    """What torch writes of a tensor that its mapping names and no shard has: the shards are whole without it."""
+def test_consolidated_tensors_without_a_dtype(folder: Path) -> None:
+    """torch writes this for a tensor that its mapping names and no shard has; the shards are complete."""
     import torch
 
     (folder / "sharded").mkdir()
@@ -121,7 +121,7 @@ def test_consolidated_tensors_of_no_type(folder: Path) -> None:
     assert opened["w"].read().tolist() == torch.arange(20.0).reshape(5, 4).tolist()
 
 
-def test_missing_whole_file(corpus: Path, tmp_path: Path) -> None:
+def test_a_missing_consolidated_file(corpus: Path, tmp_path: Path) -> None:
     source = corpus / "dcp/hfwriter_rank0/step-3"
     for path in source.iterdir():
         shutil.copy(path, tmp_path)

@@ -1,4 +1,4 @@
-"""What we write, as torch itself reads it: keys, values, cuts and checksums."""
+"""Output of the writer as torch itself reads it: keys, values, chunks and checksums."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cut_small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rich_state() -> dict[str, Any]:
-    """Everything that a state dict can hold besides model and optimizer."""
+    """A state dict with everything that it may contain besides model and optimizer."""
     import torch
 
     return {
@@ -58,7 +58,7 @@ def assert_same(expected: dict[str, Any], got: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("files", [1, 3, 50])
 def test_nothing_is_lost_or_changed(tmp_path: Path, files: int) -> None:
-    """dcp → dcp: torch reads the same state dict, values that we do not understand included."""
+    """dcp → dcp: torch reads the same state dict, including values that ucp does not interpret."""
     state = rich_state()
     ucp.convert(save(state, tmp_path / "a"), tmp_path / "b", to="dcp", dp=files)
     got = load_all(tmp_path / "b", tmp_path / "b.pt")
@@ -68,7 +68,7 @@ def test_nothing_is_lost_or_changed(tmp_path: Path, files: int) -> None:
     assert_same(state, got)
 
 
-def test_elements_of_large_archives_begin_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elements_of_large_archives_are_page_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "ALIGNED_ARCHIVE_BYTES", 1024)
     state = small_state(groups=2)
     conversion = ucp.api.plan(save(state, tmp_path / "a"), tmp_path / "b", to="dcp", dp=2)
@@ -93,8 +93,8 @@ def damage(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
-def test_by_way_of_atoms(tmp_path: Path) -> None:
-    """dcp → atoms → dcp gives what dcp → dcp gives, byte for byte."""
+def test_round_trip_through_atoms(tmp_path: Path) -> None:
+    """dcp → atoms → dcp equals dcp → dcp, byte for byte."""
     save(rich_state(), tmp_path / "a")
     ucp.convert(tmp_path / "a", tmp_path / "direct", to="dcp", dp=2)
     ucp.convert(tmp_path / "a", tmp_path / "atoms")
@@ -103,7 +103,7 @@ def test_by_way_of_atoms(tmp_path: Path) -> None:
     assert_same(direct, by_atoms)
 
 
-def test_by_way_of_virtual_atoms(tmp_path: Path) -> None:
+def test_round_trip_through_virtual_atoms(tmp_path: Path) -> None:
     save(rich_state(), tmp_path / "a")
     ucp.convert(tmp_path / "a", tmp_path / "links", link=True)
     ucp.convert(tmp_path / "links", tmp_path / "b", to="dcp", dp=2)
@@ -112,7 +112,7 @@ def test_by_way_of_virtual_atoms(tmp_path: Path) -> None:
         assert (tmp_path / "b" / file).read_bytes() == (tmp_path / "direct" / file).read_bytes(), file
 
 
-def test_the_same_bytes_every_time(tmp_path: Path) -> None:
+def test_output_is_deterministic(tmp_path: Path) -> None:
     save(rich_state(), tmp_path / "a")
     for name, jobs in (("b", 1), ("c", 4)):
         ucp.convert(tmp_path / "a", tmp_path / name, to="dcp", dp=3, jobs=jobs)
@@ -120,8 +120,8 @@ def test_the_same_bytes_every_time(tmp_path: Path) -> None:
         assert (tmp_path / "b" / file).read_bytes() == (tmp_path / "c" / file).read_bytes(), file
 
 
-def test_every_archive_is_sound(tmp_path: Path) -> None:
-    """Each item is a zip archive of its own, with true checksums, aligned data and torch's layout."""
+def test_every_archive_is_valid(tmp_path: Path) -> None:
+    """Each item is a separate zip archive, with correct checksums, aligned data and torch's layout."""
     import pickle
 
     ucp.convert(save(rich_state(), tmp_path / "a"), tmp_path / "b", to="dcp", dp=2)
@@ -139,8 +139,8 @@ def test_every_archive_is_sound(tmp_path: Path) -> None:
     assert ends == {path.name: path.stat().st_size for path in (tmp_path / "b").glob("*.distcp")}
 
 
-def test_no_paths_of_this_machine(tmp_path: Path) -> None:
-    """torch keeps the path of the save; we do not."""
+def test_output_contains_no_local_paths(tmp_path: Path) -> None:
+    """torch records the path of the save; ucp does not."""
     ucp.convert(save(small_state(), tmp_path / "a"), tmp_path / "b", to="dcp")
     for path in (tmp_path / "b").iterdir():
         assert str(tmp_path).encode() not in path.read_bytes()
@@ -173,8 +173,8 @@ def test_deepspeed_in_the_layout_of_accelerate(corpus: Path, tmp_path: Path) -> 
     assert wanted - got == set()
 
 
-def test_fields_that_a_job_asks_for_are_filled_in(tmp_path: Path) -> None:
-    """A loading job asks for every field of its optimizer: where the source lacks some, torch's defaults stand."""
+def test_missing_group_fields_get_torchs_defaults(tmp_path: Path) -> None:
+    """A job loads every field of its optimizer: those that the source lacks get torch's defaults."""
     from ucp.api import plan
 
     state = small_state()
@@ -213,8 +213,8 @@ def test_nothing_is_filled_in_for_optimizers_with_other_fields(tmp_path: Path, k
 
 
 @pytest.mark.parametrize("variant", ["z0_bf16_dp2", "universal_z1_bf16_tp2"])
-def test_groups_of_another_framework_are_no_second_optimizer(tmp_path: Path, variant: str) -> None:
-    """Its files hold them too, and not only as groups."""
+def test_groups_of_another_framework_are_not_a_second_optimizer(tmp_path: Path, variant: str) -> None:
+    """They are in its own files too, and not only as groups."""
     source = FIXTURES / variant
     ucp.convert(source, tmp_path / "b", to="dcp")
     before, after = ucp.open(source).index, ucp.open(tmp_path / "b").index
@@ -222,15 +222,15 @@ def test_groups_of_another_framework_are_no_second_optimizer(tmp_path: Path, var
     assert after.parameters.keys() == before.parameters.keys()
 
 
-def test_weights_alone_by_way_of_files_that_keep_empty_groups(tmp_path: Path) -> None:
+def test_weights_alone_through_files_with_empty_groups(tmp_path: Path) -> None:
     save({"model": small_state()["model"]}, tmp_path / "a")
     ucp.convert(tmp_path / "a", tmp_path / "engine", to="deepspeed", zero=1)
     ucp.convert(tmp_path / "engine", tmp_path / "b", to="dcp")
     assert ucp.open(tmp_path / "b").index.parameters.keys() == ucp.open(tmp_path / "a").index.parameters.keys()
 
 
-def test_what_a_folder_cannot_say_comes_back(tmp_path: Path) -> None:
-    """Float buffers look like frozen parameters and SGD counts no steps: both return from folders of ours."""
+def test_step_and_buffers_survive(tmp_path: Path) -> None:
+    """Float buffers look like frozen parameters, and SGD counts no steps; folders that ucp writes record both."""
     source = FIXTURES / "z1_bf16_sgd_dp2"
     ucp.convert(source, tmp_path / "b", to="dcp")
     before, after = ucp.open(source).index, ucp.open(tmp_path / "b").index
@@ -239,7 +239,7 @@ def test_what_a_folder_cannot_say_comes_back(tmp_path: Path) -> None:
     assert "buffer" in {p.role for p in after.parameters.values()}
 
 
-def test_one_key_for_two_values(tmp_path: Path) -> None:
+def test_two_values_with_one_key_are_refused(tmp_path: Path) -> None:
     import torch
 
     save({"model": {"a": torch.ones(2)}, "other": {"b": torch.ones(1)}}, tmp_path / "a")
@@ -250,7 +250,7 @@ def test_one_key_for_two_values(tmp_path: Path) -> None:
         ucp.convert(tmp_path / "twice", tmp_path / "bad", to="dcp", like=tmp_path / "like")
 
 
-def test_degrees_that_mean_nothing(tmp_path: Path) -> None:
+def test_degrees_that_do_not_apply_are_refused(tmp_path: Path) -> None:
     save(small_state(), tmp_path / "a")
     with pytest.raises(UsageError, match="--tp 2 does not apply"):
         ucp.convert(tmp_path / "a", tmp_path / "b", to="dcp", tp=2)

@@ -81,7 +81,7 @@ def test_latest_that_names_a_missing_folder(tmp_path: Path) -> None:
 
 def test_latest_of_another_format(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("step-5")
-    assert recognises(tmp_path)  # the folder is gone: that must be said
+    assert recognises(tmp_path)  # the folder is missing, which must be reported
     (tmp_path / "step-5").mkdir()
     assert not recognises(tmp_path)
 

@@ -196,7 +196,7 @@ def made(tmp_path: Path) -> Made:
 def test_states_of_any_name_and_number(made: Made) -> None:
     made.parameter("a.weight", (2, 3))
     made.state("a.weight", "momentum_buffer", {"param": torch.full((2, 3), 9.0)})
-    made.state("a.weight", "weight", torch.arange(6.0))  # an optimizer's own state with a name that we gave a meaning
+    made.state("a.weight", "weight", torch.arange(6.0))  # a state of the optimizer whose name has a meaning in ucp
     index = open_checkpoint(made.finish(), ReadOptions())
     atoms = index.parameters["a.weight"].atoms
     assert list(atoms)[:2] == ["weight", "master"]
@@ -325,7 +325,7 @@ def test_recognition(made: Made, tmp_path: Path) -> None:
     assert recognises_universal(tmp_path)
     assert universal_reader.read(tmp_path, ReadOptions()).root == made.root
     (tmp_path / "latest").write_text("global_step7")
-    assert not recognises_universal(tmp_path)  # the save folder's own checkpoint is meant
+    assert not recognises_universal(tmp_path)  # the native checkpoint of the save folder is preferred
     (tmp_path / "latest").unlink()
     (tmp_path / "latest_universal").write_text("../elsewhere")
     assert not recognises_universal(tmp_path)

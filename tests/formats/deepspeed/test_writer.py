@@ -16,8 +16,8 @@ from ucp.containers.torch_file import TorchFile
 from ucp.errors import UsageError
 from ucp.formats.deepspeed.write.target_layout import balance_stages, round_robin
 
-# fixture → the options that take it elsewhere
-JOURNEYS: dict[str, dict[str, Any]] = {
+# fixture → the options for another layout
+CONVERSIONS: dict[str, dict[str, Any]] = {
     "z0_bf16_dp2": {"zero": 3, "dp": 3},
     "z0_fp32_dp2": {"zero": 2, "dp": 3},
     "z1_bf16_dp2": {"zero": 3, "dp": 5},
@@ -41,12 +41,12 @@ def load(path: Path) -> Any:
     return torch.load(path, weights_only=False)
 
 
-@pytest.mark.parametrize("fixture", JOURNEYS)
+@pytest.mark.parametrize("fixture", CONVERSIONS)
 def test_round_trip(project: Path, tmp_path: Path, fixture: str) -> None:
     """A conversion to another layout and back reproduces every file; so do atoms, except for vocabulary padding."""
     original = project / "fixtures" / fixture
     home = {key: getattr(ucp.open(original).index.mesh, key) for key in ("tp", "pp", "dp", "ep", "zero")}
-    ucp.convert(original, tmp_path / "away", to="deepspeed", **JOURNEYS[fixture])
+    ucp.convert(original, tmp_path / "away", to="deepspeed", **CONVERSIONS[fixture])
     between = tmp_path / "away"
     if "tp2" not in fixture:
         between = tmp_path / "atoms"
@@ -67,7 +67,7 @@ def is_expected(difference: str, fixture: str) -> bool:
         return True  # DeepSpeed writes wrong ones
     if "z3" in fixture and ("fp32_flat_groups" in difference and "other bits" in difference):
         return True  # DeepSpeed leaves garbage in the padding of its masters; ours is zero
-    # Where the source keeps the weight in 16 bits and no loss scaler, what ZeRO needs is made up.
+    # If the source has 16-bit weights and no loss scaler, ZeRO gets default values.
     return fixture.startswith("z0") and "cur_iter" in difference
 
 

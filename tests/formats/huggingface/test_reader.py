@@ -1,4 +1,4 @@
-"""Folders of weights as sources: whole and in shards, safetensors and pickles, tied and damaged."""
+"""Folders of weights as sources: complete and in shards, safetensors and pickles, tied and damaged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_single_file(tmp_path: Path) -> None:
     assert ucp.verify(folder, "deep").ok
 
 
-def test_what_was_written_in_shards_is_read_again(tmp_path: Path) -> None:
+def test_shards_that_ucp_wrote_are_read(tmp_path: Path) -> None:
     folder = write_weights(tmp_path / "hf", numbers(llama_shapes()), LLAMA)
     ucp.convert(folder, tmp_path / "shards", to="safetensors", max_shard_size=3000)
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
@@ -35,7 +35,7 @@ def test_what_was_written_in_shards_is_read_again(tmp_path: Path) -> None:
     assert ucp.diff(folder, tmp_path / "shards").same
 
 
-def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = write_weights(tmp_path / "hf", numbers(llama_shapes()), LLAMA)
     ucp.convert(folder, tmp_path / "shards", to="safetensors", max_shard_size=3000)
     (tmp_path / "shards/model.safetensors.index.json").unlink()
@@ -55,7 +55,7 @@ def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
         ({}, "no weight_map"),
     ],
 )
-def test_an_index_that_lies(tmp_path: Path, index: object, wrong: str) -> None:
+def test_an_index_that_contradicts_the_files(tmp_path: Path, index: object, wrong: str) -> None:
     write_weights(tmp_path, numbers({"a": (2,)}), None, "model-00001-of-00001.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises((InconsistentError, IntegrityError), match=wrong):
@@ -93,7 +93,7 @@ def test_pickles_of_weights(tmp_path: Path) -> None:
     assert ucp.diff(tmp_path, tmp_path / "out").same
 
 
-def test_a_preset_says_how_to_cut(tmp_path: Path) -> None:
+def test_a_preset_provides_rules(tmp_path: Path) -> None:
     folder = write_weights(tmp_path / "hf", numbers(llama_shapes()), LLAMA)
     with pytest.raises(UsageError, match="no rule for splitting"):
         ucp.convert(folder, tmp_path / "two", to="deepspeed", tp=2)
@@ -101,7 +101,7 @@ def test_a_preset_says_how_to_cut(tmp_path: Path) -> None:
     assert ucp.diff(folder, tmp_path / "two").same
 
 
-def test_weights_alone_are_no_zero_3(tmp_path: Path) -> None:
+def test_weights_alone_cannot_become_zero_3(tmp_path: Path) -> None:
     folder = write_weights(tmp_path / "hf", numbers(llama_shapes()), LLAMA)
     with pytest.raises(UsageError, match="the source has no optimizer"):
         ucp.convert(folder, tmp_path / "out", to="deepspeed", zero=3)
@@ -109,8 +109,8 @@ def test_weights_alone_are_no_zero_3(tmp_path: Path) -> None:
     assert "no-optimizer" in {note.id for note in conversion.writer.notes}
 
 
-def test_the_configuration_comes_back_from_deepspeed(tmp_path: Path) -> None:
-    """No trainer wrote the folder between, and the model's files are beside its step all the same."""
+def test_the_configuration_survives_a_deepspeed_checkpoint(tmp_path: Path) -> None:
+    """The files of the model are next to the step folder, although no trainer wrote it."""
     folder = write_weights(tmp_path / "model", numbers(llama_shapes()), LLAMA)
     (folder / "config.json").write_text('{"model_type": "mine"}')
     ucp.convert(folder, tmp_path / "zero", to="deepspeed", zero=1)
@@ -118,7 +118,7 @@ def test_the_configuration_comes_back_from_deepspeed(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "again/config.json").read_text())["model_type"] == "mine"
 
 
-def test_an_optimizer_that_is_not_read_is_told(tmp_path: Path) -> None:
+def test_an_optimizer_that_is_not_read_is_noted(tmp_path: Path) -> None:
     folder = write_weights(tmp_path / "model", numbers(llama_shapes()), LLAMA)
     assert ucp.open(folder).index.notes == []
     (folder / "optimizer.pt").write_bytes(b"")

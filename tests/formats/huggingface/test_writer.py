@@ -1,4 +1,4 @@
-"""Weights as a Hugging Face folder: what `from_pretrained` loads is what the engine held."""
+"""Weights as a Hugging Face folder: `from_pretrained` loads the values of the engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_transformers_loads_the_masters(corpus: Path, tmp_path: Path, variant: s
     for name, value in reference.items():
         assert state[name].dtype == torch.float32
         assert torch.equal(state[name], value.reshape(state[name].shape)), name
-    # The same logits as a model that was given the engine's own weights, and none of them random.
+    # The same logits as a model with the engine's own weights; no weight is newly initialised.
     twin = transformers.AutoModelForCausalLM.from_config(model.config).float()
     missing = twin.load_state_dict(reference, strict=False).missing_keys
     assert set(missing) <= {"lm_head.weight"} | {key for key in missing if key.endswith((".attn.bias", ".masked_bias"))}
@@ -56,7 +56,7 @@ def test_dtype_is_cast_and_named_in_the_config(corpus: Path, tmp_path: Path) -> 
     assert json.loads((tmp_path / "full" / "config.json").read_bytes())["dtype"] == "float32"
 
 
-def test_tied_weights_are_written_once_only_where_the_config_ties_them(corpus: Path, tmp_path: Path) -> None:
+def test_tied_weights_are_written_once_if_the_config_ties_them(corpus: Path, tmp_path: Path) -> None:
     source = source_of(corpus, "trainer_llama_tied_z1_bf16")
     ucp.convert(source, tmp_path / "tied", to="safetensors")
     assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
@@ -66,7 +66,7 @@ def test_tied_weights_are_written_once_only_where_the_config_ties_them(corpus: P
     assert tied.read_bytes() == again.read_bytes()
 
 
-def test_the_index_is_what_transformers_wants(corpus: Path, tmp_path: Path) -> None:
+def test_transformers_reads_the_index(corpus: Path, tmp_path: Path) -> None:
     source = source_of(corpus, "trainer_llama_z2_bf16")
     ucp.convert(source, tmp_path / "hf", to="safetensors", max_shard_size=20_000)
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_bytes())
@@ -107,7 +107,7 @@ def test_adapters_get_a_folder_of_their_own(corpus: Path, tmp_path: Path) -> Non
         (["base_model.model.m.q.base_layer.weight", "base_model.model.m.q.lora_A.default.weight"], ["m.q.weight"]),
     ],
 )
-def test_names(names: list[str], expected: list[str]) -> None:
+def test_prefixes_of_wrappers_are_removed(names: list[str], expected: list[str]) -> None:
     assert list(hugging_face_names(names).model.values()) == expected
 
 
@@ -130,14 +130,14 @@ LAYER = "base_model.model.m.q"
     ],
 )
 def test_names_of_adapters(names: list[str], model: list[str], adapter: list[str]) -> None:
-    """As PEFT itself files them: LoRA, DoRA, IA3, modules that are trained whole; and what it has filed already."""
+    """The names in PEFT's own files: LoRA, DoRA, IA3, modules that are trained completely; names from such a file."""
     naming = hugging_face_names([f"{LAYER}.{name}" for name in names])
     assert list(naming.model.values()) == [f"m.q.{name}" for name in model]
     assert list(naming.adapter.values()) == [f"{LAYER}.{name}" for name in adapter]
 
 
 @pytest.mark.parametrize("by_way_of", [None, "atoms"])
-def test_a_folder_of_an_adapter_stays_one(tmp_path: Path, by_way_of: str | None) -> None:
+def test_an_adapter_stays_an_adapter(tmp_path: Path, by_way_of: str | None) -> None:
     tensors = {
         f"{LAYER}.lora_A.weight": torch.randn(2, 3),
         "base_model.model.head.weight": torch.randn(3),

@@ -1,4 +1,4 @@
-"""Compare what the writers wrote with its source."""
+"""Compare output with its source."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def payload(file: TorchFile, ref: TensorRef) -> bytes:
 
 
 def numbered(tree: Any) -> list[list[str]]:
-    """The names behind the numbers of each chained optimizer: matrices first, then vectors, in the model's order."""
+    """The names that each chained optimizer numbers: matrices first, then vectors, in the model's order."""
     named = [(name, ref) for part in ("model", "model0", "model1") for name, ref in tree.get(part, {}).items() if ref]
     lists = [[(n, r) for n, r in named if (".mlp.experts." in n) == experts] for experts in (False, True)]
     if not isinstance(tree.get("optimizer"), list):
@@ -60,7 +60,7 @@ def is_vocabulary(section: str, path: tuple[Any, ...], order: list[list[str]]) -
 
 
 def check_same(made: TorchFile, real: TorchFile, tp: int) -> int:
-    """Compare the model and the optimizer of two rank files; gives the number of tensors compared."""
+    """Compare the model and the optimizer of two rank files; return the number of tensors compared."""
     count = 0
     order = numbered(real.tree)
     for section in ("model", "model0", "model1", "optimizer", "opt_param_scheduler", "iteration", "checkpoint_version"):

@@ -1,4 +1,4 @@
-"""A small model with known numbers, saved as Megatron's legacy layout does, rank by rank."""
+"""A small model with known numbers, saved in Megatron's legacy layout, rank by rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HIDDEN, FFN, VOCABULARY, PADDED, LAYERS = 4, 6, 10, 12, 2
 
 
 def whole_model() -> dict[str, torch.Tensor]:
-    """Every parameter whole, by the name of its atom, in float32 numbers that bfloat16 holds exactly."""
+    """Every whole parameter by the name of its atom, in float32 numbers that bfloat16 represents exactly."""
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (PADDED, HIDDEN)}
     for layer in range(LAYERS):
         stem = f"decoder.layers.{layer}"
@@ -33,7 +33,7 @@ def whole_model() -> dict[str, torch.Tensor]:
 
 
 def slice_of(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    """What a tensor-parallel rank has of a parameter."""
+    """The slice of a parameter on a tensor-parallel rank."""
     if "layernorm" in name:
         return tensor
     if "linear_fc1" in name:
@@ -91,7 +91,7 @@ def rank_tree(tp: int, pp: int, rank: int, stage: int, *, optimizer: bool = True
 
 
 def plain_optimizer(model: OrderedDict[str, Any]) -> dict[str, Any]:
-    """States as the mixed-precision optimizer keeps them: decayed parameters first, numbered through."""
+    """States in the form of the mixed-precision optimizer: decayed parameters first, numbered over all groups."""
     tensors = [value for value in model.values() if value is not None]
     groups = [[t for t in tensors if t.ndim > 1], [t for t in tensors if t.ndim == 1]]
     state, numbered, number = {}, [], 0

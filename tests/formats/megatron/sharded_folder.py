@@ -19,7 +19,7 @@ _FUSED = {
 
 
 def stacked() -> dict[str, torch.Tensor]:
-    """The whole model under the keys of sharded checkpoints: layers stacked, norms under the fused spelling."""
+    """The whole model under the keys of sharded checkpoints: layers stacked, norms with their fused names."""
     made: dict[str, Any] = {}
     for name, tensor in whole_model().items():
         if name.startswith("decoder.layers."):
@@ -49,7 +49,7 @@ def finish(root: Path, tree: dict[str, Any], backend: str = "torch_dist") -> Pat
 
 def save(root: Path, state: dict[str, Any], tree: dict[str, Any]) -> Path:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that there is one process, and that it will change its API
+        warnings.simplefilter("ignore")  # torch warns about a single process and a future change of its API
         dcp.save(state, checkpoint_id=root, no_dist=True)
     return finish(root, tree)
 

@@ -1,4 +1,4 @@
-"""State that is shifted as Megatron's bug shifts it: found, refused, repaired."""
+"""Optimizer state that is shifted as by Megatron's bug: detected, refused, repaired."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUCKET = 60
 
 
 def cut_late(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors as the bug cuts them: out of a buffer without padding, at their place in one with padding."""
+    """The tensors as the bug slices them: from a buffer without padding, at their positions in one with padding."""
     layout = lay_out_buffer([BufferParam(tensor.numel()) for tensor in tensors.values()], BUCKET, 1)
     flat = torch.full((layout.numel,), 77.0)
     late = [sum(layout.padded[:i]) - sum(layout.lengths[:i]) for i in range(len(layout.lengths))]
@@ -60,11 +60,11 @@ def test_shifted_state_is_refused(tmp_path: Path) -> None:
     assert [note.id for note in checkpoint.index.notes] == ["optimizer-state-shifted"]
     with pytest.raises(InconsistentError, match="has values of its neighbours"):
         checkpoint["embedding.word_embeddings.weight"].read("master")
-    first = "output_layer.weight"  # alone in the first bucket, which lies where it should
+    first = "output_layer.weight"  # alone in the first bucket, which is not shifted
     assert torch.equal(checkpoint[first].read("master", as_torch=True), whole_model()[first][:VOCABULARY])
 
 
-def test_sound_state_of_several_buckets_is_not(tmp_path: Path) -> None:
+def test_intact_state_of_several_buckets_is_accepted(tmp_path: Path) -> None:
     checkpoint = ucp.open(damaged(tmp_path, hurt=False))
     assert checkpoint.index.notes == []
     for name, whole in whole_model().items():
@@ -72,7 +72,7 @@ def test_sound_state_of_several_buckets_is_not(tmp_path: Path) -> None:
         assert torch.equal(checkpoint[name].read("master", as_torch=True), whole[:rows])
 
 
-def test_shifted_state_is_put_right(tmp_path: Path) -> None:
+def test_shifted_state_is_repaired(tmp_path: Path) -> None:
     index = open_checkpoint(damaged(tmp_path), ReadOptions(repair=True))
     checkpoint = OpenCheckpoint(index)
     assert [note.id for note in index.notes] == ["optimizer-state-repaired", "optimizer-state-lost"]

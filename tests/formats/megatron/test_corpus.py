@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron itself wrote: every layout of one training state gives the same atoms, bit for bit."""
+"""Checkpoints that Megatron wrote: all layouts of one training state have the same atoms, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ucp.errors import InconsistentError
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.views import OpenCheckpoint
 
-# Every variant, by the training state that it holds; those of one state are compared with the first.
+# Every variant, by its training state; those of one state are compared with the first.
 STATES: dict[str, list[str]] = {
     "gpt": [
         "gpt_tp1_pp1_torchdist",
@@ -132,7 +132,7 @@ def test_shifted_state_is_reported(corpus: Path) -> None:
     }
 
 
-def test_shifted_state_is_put_right(corpus: Path) -> None:
+def test_shifted_state_is_repaired(corpus: Path) -> None:
     index = open_checkpoint(corpus / "megatron" / DAMAGED, ReadOptions(repair=True))
     checkpoint = OpenCheckpoint(index)
     assert [note.id for note in index.notes] == ["optimizer-state-repaired", "optimizer-state-lost"]

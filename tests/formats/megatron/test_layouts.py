@@ -62,14 +62,14 @@ def test_spellings_of_other_releases() -> None:
     )
 
 
-def test_numbers_over_the_whole_model() -> None:
+def test_layers_and_experts_are_numbered_over_the_whole_model() -> None:
     name = "decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight"
     moved = shift_expert(shift_layer(name, 4), 6)
     assert moved == "decoder.layers.5.mlp.experts.local_experts.6.linear_fc1.weight"
     assert shift_layer("mtp.layers.0.enorm.weight", 4) == "mtp.layers.0.enorm.weight"
 
 
-def test_modules_come_in_their_own_order() -> None:
+def test_parameters_are_in_the_order_of_the_module() -> None:
     local = [
         "embedding.word_embeddings.weight",
         "embedding.position_embeddings.weight",
@@ -139,18 +139,18 @@ def test_layers_of_stages(fields: dict[str, object], counts: list[int]) -> None:
     assert [(chunk.vp, chunk.pp) for chunk in chunks] == [divmod(i, stages) for i in range(len(chunks))]
 
 
-def test_layers_that_do_not_come_out_even() -> None:
+def test_layers_that_do_not_divide_evenly() -> None:
     with pytest.raises(NotUnderstoodError, match="5 layers over 2 stages"):
         model_chunks(JobArguments({"num_layers": 5, "pipeline_model_parallel_size": 2}))
 
 
-def test_one_bucket_goes_backwards_in_steps_of_64() -> None:
+def test_a_bucket_is_filled_in_reverse_at_multiples_of_64() -> None:
     layout = lay_out_buffer([BufferParam(10), BufferParam(64), BufferParam(65)], None, 2)
     assert layout.bucket_ranges == (BucketRange(0, 192, 10), BucketRange(0, 128, 64), BucketRange(0, 0, 65))
     assert (layout.lengths, layout.padded) == ((202,), (256,))
 
 
-def test_a_full_bucket_closes() -> None:
+def test_a_full_bucket_is_closed() -> None:
     layout = lay_out_buffer([BufferParam(10), BufferParam(64), BufferParam(65)], 65, 3)
     assert layout.bucket_ranges == (BucketRange(1, 64, 10), BucketRange(1, 0, 64), BucketRange(0, 0, 65))
     assert (layout.lengths, layout.padded) == ((65, 74), (384, 384))
@@ -161,7 +161,7 @@ def test_a_full_bucket_closes() -> None:
 def test_a_tied_embedding_has_a_bucket_of_its_own() -> None:
     layout = lay_out_buffer([BufferParam(100, own_bucket=True), BufferParam(10)], None, 2)
     assert layout.bucket_ranges == (BucketRange(1, 0, 100), BucketRange(0, 0, 10))
-    assert layout.lengths == (64, 100)  # what is open closes at the embedding's aligned start
+    assert layout.lengths == (64, 100)  # the open bucket is closed at the embedding's aligned start
     assert lay_out_buffer([BufferParam(10), BufferParam(100, own_bucket=True)], None, 2).lengths == (100, 10)
 
 

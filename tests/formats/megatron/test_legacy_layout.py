@@ -1,4 +1,4 @@
-"""Rank files of a model whose numbers are known: what comes together, and what is refused."""
+"""Rank files of a model with known numbers: which parameters they make, and what is refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_slices_and_stages_make_the_whole(tmp_path: Path, tp: int, pp: int) -> N
     assert checkpoint.index.parameters["decoder.layers.1.mlp.linear_fc1.weight"].stages == (pp - 1,)
 
 
-def test_what_is_no_state_goes_into_extras(tmp_path: Path) -> None:
+def test_everything_but_states_becomes_extras(tmp_path: Path) -> None:
     tree = rank_tree(1, 1, 0, 0)
     tree["rng_state"] = [{"torch_rng_state": torch.arange(5, dtype=torch.uint8)}]
     checkpoint = ucp.open(save(tmp_path, {"mp_rank_00": tree}))
@@ -60,7 +60,7 @@ def test_weights_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokenizer, rows", [("NullTokenizer", VOCABULARY), ("HuggingFaceTokenizer", PADDED)])
-def test_padding_goes_only_where_the_size_is_known(tmp_path: Path, tokenizer: str, rows: int) -> None:
+def test_padding_is_removed_only_if_the_vocabulary_is_known(tmp_path: Path, tokenizer: str, rows: int) -> None:
     tree = rank_tree(1, 1, 0, 0)
     tree["args"].tokenizer_type = tokenizer
     checkpoint = ucp.open(save(tmp_path, {"mp_rank_00": tree}))
@@ -68,7 +68,7 @@ def test_padding_goes_only_where_the_size_is_known(tmp_path: Path, tokenizer: st
     assert ("vocabulary-unknown" in [note.id for note in checkpoint.index.notes]) == (rows == PADDED)
 
 
-def test_fused_norms_go_by_their_own_name(tmp_path: Path) -> None:
+def test_fused_norms_have_the_names_of_their_own_modules(tmp_path: Path) -> None:
     tree = rank_tree(1, 1, 0, 0, optimizer=False)
     norm = tree["model"].pop("decoder.layers.0.input_layernorm.weight")
     tree["model"]["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"] = norm
@@ -92,7 +92,7 @@ def test_the_copy_of_a_tied_embedding_is_a_replica(tmp_path: Path) -> None:
     assert len(embedding.atoms["weight"].replicas) == 1
 
 
-def test_unknown_names_are_judged_by_their_bytes(tmp_path: Path) -> None:
+def test_rules_of_unknown_names_are_inferred_from_bytes(tmp_path: Path) -> None:
     trees = {folder_name(rank, 0, 1): rank_tree(2, 1, rank, 0, optimizer=False) for rank in range(2)}
     for tree in trees.values():
         tree["model"]["decoder.layers.0.adapter.gain"] = torch.tensor([1.0, 2.0, 3.0, 5.0])
@@ -146,16 +146,16 @@ def test_old_interleaving_is_refused(tmp_path: Path) -> None:
         ucp.open(save(tmp_path, {"mp_rank_00": tree}))
 
 
-def test_arguments_must_be_there(tmp_path: Path) -> None:
+def test_missing_arguments_are_refused(tmp_path: Path) -> None:
     tree = rank_tree(1, 1, 0, 0)
     del tree["args"]
     with pytest.raises(NotUnderstoodError, match="arguments of the job"):
         ucp.open(save(tmp_path, {"mp_rank_00": tree}))
 
 
-def test_the_tracker_chooses_and_may_be_wrong(tmp_path: Path) -> None:
+def test_the_tracker_selects_the_iteration_and_may_be_wrong(tmp_path: Path) -> None:
     root = save(tmp_path, all_ranks(1, 1))
-    (root / "iter_0000009/mp_rank_00").mkdir(parents=True)  # a save that was cut short
+    (root / "iter_0000009/mp_rank_00").mkdir(parents=True)  # an incomplete save
     assert ucp.open(root).index.root.name == "iter_0000007"
     assert ucp.open(root, tag="7").index.root.name == "iter_0000007"
     with pytest.raises(UsageError, match="'8'"):
@@ -168,7 +168,7 @@ def test_the_tracker_chooses_and_may_be_wrong(tmp_path: Path) -> None:
 
 
 def _distributed(trees: dict[str, torch.Tensor], lead: int = 0) -> dict[object, object]:
-    """One coalesced bucket: parameters backwards, each at a multiple of 64 elements."""
+    """One coalesced bucket: parameters in reverse order, each at a multiple of 64 elements."""
     flat: list[torch.Tensor] = []
     at = 0
     for tensor in reversed(list(trees.values())):
@@ -195,7 +195,7 @@ def _save_distributed(root: Path, lead: int = 0) -> Path:
     return root
 
 
-def test_flat_buffers_are_taken_apart(tmp_path: Path) -> None:
+def test_flat_buffers_become_parameters(tmp_path: Path) -> None:
     checkpoint = ucp.open(_save_distributed(tmp_path))
     for name, whole in whole_model().items():
         rows = checkpoint[name].shape[0]

@@ -1,4 +1,4 @@
-"""The legacy layout as ucp writes it is what Megatron itself wrote for the same training state and the same job."""
+"""The legacy layout as ucp writes it equals that of Megatron for the same training state and job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ucp.errors import UsageError
 from ucp.formats.registry import ReadOptions, open_checkpoint
 
 # (source, the variant that Megatron wrote, options)
-JOURNEYS: list[tuple[str, str, dict[str, Any]]] = [
+CONVERSIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt_tp1_pp1_torch", "gpt_tp2_pp2_torch", {"tp": 2, "pp": 2}),
     ("gpt_tp2_pp2_torch", "gpt_tp1_pp1_torch", {"tp": 1, "pp": 1}),
     ("gpt_tp1_pp2_vpp2_torch", "gpt_tp2_pp2_torch", {"tp": 2, "pp": 2, "stages": (0, 2)}),
@@ -34,8 +34,8 @@ JOURNEYS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("source, expected, options", JOURNEYS, ids=[f"{a}-{b}" for a, b, _ in JOURNEYS])
-def test_it_is_what_megatron_writes(
+@pytest.mark.parametrize("source, expected, options", CONVERSIONS, ids=[f"{a}-{b}" for a, b, _ in CONVERSIONS])
+def test_output_equals_what_megatron_writes(
     corpus: Path, tmp_path: Path, source: str, expected: str, options: dict[str, Any]
 ) -> None:
     root = corpus / "megatron"
@@ -76,7 +76,7 @@ DISTRIBUTED = ["gpt_dp2_do_buckets_torch", "gpt_tp2_dp2_do_torch", "llama_tp1_dp
 
 @pytest.mark.parametrize("variant", [*DISTRIBUTED, "gpt_tp1_pp2_vpp2_torch", "gptfp16_tp1_torch", "moegg_ep2_torch"])
 def test_the_same_job_gets_the_same_files(corpus: Path, tmp_path: Path, variant: str) -> None:
-    """Written again: the trees that Megatron wrote, key by key and in their order, and every tensor byte for byte."""
+    """The trees that Megatron wrote, with their keys in order, and every tensor byte for byte."""
     source = corpus / "megatron" / variant
     ucp.api.convert(source, tmp_path / "out", to="megatron")
     made, real = files_of(tmp_path / "out"), files_of(source)
@@ -102,7 +102,7 @@ def test_the_same_job_gets_the_same_files(corpus: Path, tmp_path: Path, variant:
         ("llama_tp2_dp2_do_torch", "llama_tp1_dp1_do_torch", {"tp": 1, "dp": 1}),
     ],
 )
-def test_buffers_are_those_that_megatron_writes(
+def test_buffers_equal_those_that_megatron_writes(
     corpus: Path, tmp_path: Path, source: str, expected: str, options: dict[str, Any]
 ) -> None:
     root = corpus / "megatron"
@@ -119,8 +119,8 @@ def test_buffers_are_those_that_megatron_writes(
 @pytest.mark.parametrize(
     "source, options",
     [
-        ("gpt_tp1_pp1_torch", {"tp": 2, "pp": 2, "dp": 3}),  # tied: the shared embedding has a bucket alone
-        ("gpt_tp1_pp2_vpp2_torch", {"dp": 2}),  # a buffer a model chunk
+        ("gpt_tp1_pp1_torch", {"tp": 2, "pp": 2, "dp": 3}),  # tied: the shared embedding has its own bucket
+        ("gpt_tp1_pp2_vpp2_torch", {"dp": 2}),  # one buffer per model chunk
         ("gpt_dp2_do_buckets_torch", {"tp": 2, "dp": 1}),
         ("gptfp16_tp1_torch", {"dp": 2}),
         ("gptfp32_tp1_torch", {"tp": 2}),
@@ -130,7 +130,7 @@ def test_buffers_are_those_that_megatron_writes(
         ("mla_tp2_ep2_torchdist", {"tp": 1, "ep": 2}),
     ],
 )
-def test_optimizers_change_their_kind_and_back(
+def test_optimizers_are_converted_to_the_other_kind_and_back(
     corpus: Path, tmp_path: Path, source: str, options: dict[str, Any]
 ) -> None:
     """From any optimizer to the distributed one, and from there to the plain one of the first job."""
@@ -151,7 +151,7 @@ def test_optimizers_change_their_kind_and_back(
 
 
 @pytest.mark.parametrize("source", ["gpt_tp1_pp1_torch", "gpt_tp2_pp2_torchdist"])
-def test_virtual_pipelines_are_what_megatron_writes(corpus: Path, tmp_path: Path, source: str) -> None:
+def test_virtual_pipelines_equal_what_megatron_writes(corpus: Path, tmp_path: Path, source: str) -> None:
     expected = corpus / "megatron/gpt_tp1_pp2_vpp2_torch"
     ucp.api.convert(corpus / "megatron" / source, tmp_path / "out", to="megatron", tp=1, pp=2, vpp=2)
     made, real = files_of(tmp_path / "out"), files_of(expected)
@@ -164,8 +164,8 @@ def test_virtual_pipelines_are_what_megatron_writes(corpus: Path, tmp_path: Path
 
 STAGES: list[tuple[str, dict[str, Any], list[list[int]]]] = [
     ("gpt_tp1_pp1_torch", {"pp": 2, "stages": (0, 3)}, [[3], [1]]),
-    ("gpt_tp1_pp1_torch", {"pp": 4, "stages": (0, 0, 2, 4)}, [[0], [2], [2], [0]]),  # the ends of the model alone
-    ("gpt_tp2_pp2_torchdist", {"pp": 2, "stages": (0, 1, 2, 2)}, [[1, 0], [1, 2]]),  # two chunks a stage
+    ("gpt_tp1_pp1_torch", {"pp": 4, "stages": (0, 0, 2, 4)}, [[0], [2], [2], [0]]),  # only the ends of the model
+    ("gpt_tp2_pp2_torchdist", {"pp": 2, "stages": (0, 1, 2, 2)}, [[1, 0], [1, 2]]),  # two chunks per stage
     ("gpt_tp1_pp2_vpp2_torch", {"pp": 2, "vpp": 1}, [[2], [2]]),
     ("llama_tp2_dp2_do_torch", {"pp": 3, "tp": 1, "stages": (0, 1, 3), "dp": 2}, [[1], [2], [1]]),
     ("gpt_tp2_dp2_do_torch", {"pp": 2, "tp": 1, "vpp": 2, "dp": 3}, [[1, 1], [1, 1]]),
@@ -175,7 +175,7 @@ STAGES: list[tuple[str, dict[str, Any], list[list[int]]]] = [
 
 @pytest.mark.parametrize("to", ["megatron", "torch-dist"])
 @pytest.mark.parametrize("source, options, layers", STAGES, ids=[f"{s}-{o}" for s, o, _ in STAGES])
-def test_stages_hold_the_layers_that_were_asked_for(
+def test_stages_have_the_requested_layers(
     corpus: Path, tmp_path: Path, to: str, source: str, options: dict[str, Any], layers: list[list[int]]
 ) -> None:
     ucp.api.convert(corpus / "megatron" / source, tmp_path / "out", to=to, **options)
@@ -188,7 +188,7 @@ def test_stages_hold_the_layers_that_were_asked_for(
         assert [len({k.split(".")[2] for k in model if "layers" in k}) for model in models] == stage
 
 
-# source → the options that take it elsewhere
+# source → the options for another layout
 ELSEWHERE: dict[str, dict[str, Any]] = {
     "gpt_dp2_do_buckets_torch": {"tp": 2, "pp": 2, "dp": 1},
     "gpt_tp2_dp2_do_torch": {"tp": 4, "pp": 4},
@@ -208,7 +208,7 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("source", ELSEWHERE)
-def test_what_is_written_reads_as_the_same_atoms(corpus: Path, tmp_path: Path, source: str) -> None:
+def test_output_has_the_same_atoms(corpus: Path, tmp_path: Path, source: str) -> None:
     ucp.api.convert(corpus / "megatron" / source, tmp_path / "out", to="megatron", **ELSEWHERE[source])
     check_same_atoms(corpus / "megatron" / source, tmp_path / "out")
     made = open_checkpoint(tmp_path / "out", ReadOptions())
@@ -276,6 +276,6 @@ def test_atoms_of_a_megatron_job_go_back_to_megatron(corpus: Path, tmp_path: Pat
     check_same_atoms(source, tmp_path / "out")
 
 
-def test_other_targets_know_nothing_of_megatrons_optimizers(tmp_path: Path) -> None:
+def test_other_targets_do_not_support_megatrons_optimizer_options(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--optimizer is not supported with --to deepspeed"):
         ucp.api.convert(FIXTURES / "z1_bf16_dp2", tmp_path / "out", to="deepspeed", optimizer="plain")

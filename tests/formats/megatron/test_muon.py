@@ -1,4 +1,4 @@
-"""Muon for matrices and Adam for the rest: two optimizers in a chain, perhaps dealt to ranks parameter by parameter."""
+"""Muon for matrices and Adam for the rest: two chained optimizers, possibly with whole parameters assigned to ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def chain(names: list[list[str]], values: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """The optimizers of a rank with these parameters in its three groups: Muon's, Adam's decayed, and the others."""
+    """The optimizers of a rank with these parameters in three groups: Muon's, Adam's with weight decay, the others."""
     trees: list[dict[str, Any]] = []
     for groups in ([(MUON, 1.0, names[0])], [(ADAM, 1.0, names[1]), (ADAM, 0.0, names[2])]):
         listed: list[dict[str, Any]] = []
@@ -57,7 +57,7 @@ def saved(root: Path) -> Path:
 
 
 def saved_layer_wise(root: Path, dp: int) -> Path:
-    """Whole parameters dealt to `dp` ranks, as megatron-core deals them: by size, forth and back."""
+    """Whole parameters assigned to `dp` ranks as by megatron-core: by size, in alternating direction."""
     tree = legacy_model.rank_tree(1, 1, 0, 0, optimizer=False)
     values = {name: tensor.float() for name, tensor in tree["model"].items() if tensor is not None}
     listed = [name for group in groups_of(list(values), values) for name in group]
@@ -73,7 +73,7 @@ def saved_layer_wise(root: Path, dp: int) -> Path:
 
 
 def check(root: Path) -> None:
-    """All states are those of their own parameter, and the groups those of their own optimizer."""
+    """Check that states belong to their parameter, and groups to their optimizer."""
     found = open_checkpoint(root, ReadOptions())
     for name, whole in legacy_model.whole_model().items():
         rows = found.parameters[name].shape[0]
@@ -91,7 +91,7 @@ def check(root: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["megatron", "torch-dist"])
-def test_both_optimizers_keep_what_is_theirs(tmp_path: Path, to: str) -> None:
+def test_each_optimizer_keeps_its_own_states(tmp_path: Path, to: str) -> None:
     source = saved(tmp_path / "source")
     check(source)
     convert(source, tmp_path / "out", to=to, tp=2, pp=2)
@@ -105,7 +105,7 @@ def test_both_optimizers_keep_what_is_theirs(tmp_path: Path, to: str) -> None:
 
 
 @pytest.mark.parametrize("dp", [2, 3])
-def test_parameters_are_dealt_to_ranks_as_the_job_dealt_them(tmp_path: Path, dp: int) -> None:
+def test_parameters_are_assigned_to_ranks_as_in_the_job(tmp_path: Path, dp: int) -> None:
     source = saved_layer_wise(tmp_path / "source", dp)
     check(source)
     convert(source, tmp_path / "out", to="megatron", dp=5 - dp)
@@ -121,7 +121,7 @@ def test_parameters_are_dealt_to_ranks_as_the_job_dealt_them(tmp_path: Path, dp:
     check(tmp_path / "sharded")
 
 
-def test_a_share_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_layer_wise_file_is_named(tmp_path: Path) -> None:
     source = saved_layer_wise(tmp_path / "source", 2)
     (source / "iter_0000007/mp_rank_00/layer_wise_optimizer_1.pt").unlink()
     with pytest.raises(InconsistentError, match=r"layer_wise_optimizer_1\.pt is missing"):

@@ -1,4 +1,4 @@
-"""Multi-token prediction as a target: where its layers go, what travels with them, and which jobs cannot be."""
+"""Multi-token prediction as a target: the stages of its layers, their arguments, and impossible jobs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def held(root: Path, rank: str) -> list[str]:
     ]
 
 
-def test_the_last_stage_gets_them_with_a_copy_of_the_embedding(tmp_path: Path) -> None:
+def test_the_last_stage_has_prediction_layers_and_a_copy_of_the_embedding(tmp_path: Path) -> None:
     source = save(tmp_path / "source", depths=2)
     convert(source, tmp_path / "out", to="megatron", pp=2)
     first, last = held(tmp_path / "out", "mp_rank_00_000"), held(tmp_path / "out", "mp_rank_00_001")
@@ -62,14 +62,14 @@ def test_the_last_stage_gets_them_with_a_copy_of_the_embedding(tmp_path: Path) -
     assert list(again.parameters) == list(open_checkpoint(source, ReadOptions()).parameters)
 
 
-def test_their_keys_are_numbered_in_a_sharded_folder(tmp_path: Path) -> None:
+def test_keys_of_prediction_layers_are_numbered(tmp_path: Path) -> None:
     convert(save(tmp_path / "source"), tmp_path / "out", to="torch-dist", tp=2)
     found = open_checkpoint(tmp_path / "out", ReadOptions())
     assert "mtp.layers.0.transformer_layer.input_layernorm.weight" in found.parameters
     assert found.parameters["mtp.layers.0.eh_proj.weight"].rule.dim == 0
 
 
-def test_left_out_they_are_left_out_of_the_arguments(tmp_path: Path) -> None:
+def test_excluded_prediction_layers_are_removed_from_the_arguments(tmp_path: Path) -> None:
     fields = {"pipeline_model_parallel_layout": "EttmL"}
     source = save(tmp_path / "source", **fields)
     made_plan = plan(source, tmp_path / "out", to="megatron", exclude=("mtp.*",))
@@ -94,7 +94,7 @@ def test_a_tied_embedding_on_another_stage_is_refused(tmp_path: Path) -> None:
     convert(source, tmp_path / "out", to="torch-dist", pp=2)
 
 
-def test_a_pipeline_layout_says_where_they_stand() -> None:
+def test_a_pipeline_layout_places_prediction_layers() -> None:
     fields = {"num_layers": 2, "mtp_num_layers": 2, "pipeline_model_parallel_size": 4}
     even = model_chunks(JobArguments({**fields, "num_layers": 4}))
     assert [chunk.prediction for chunk in even] == [False, False, False, True]
@@ -105,7 +105,7 @@ def test_a_pipeline_layout_says_where_they_stand() -> None:
     assert not spelled[3].holds(EMBEDDING)
 
 
-def test_their_modules_come_in_order() -> None:
+def test_modules_of_prediction_layers_are_in_order() -> None:
     stem = "mtp.layers.0"
     names = [
         "decoder.final_layernorm.weight",

@@ -1,4 +1,4 @@
-"""Who writes which file is what megatron-core's own numbering of ranks says."""
+"""Which rank writes which file, compared with megatron-core's own numbering of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mamba's mixers and gated delta nets: fused matrices whose parts are cut one by one, and have keys of their own."""
+"""Mamba's mixers and gated delta nets: fused matrices whose parts are split separately and have separate keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ucp.formats.megatron.mcore_modules import order_key
 
 HIDDEN, INNER, STATE, HEADS = legacy_model.HIDDEN, 8, 4, 2
 MIXER, DELTA = "decoder.layers.0.mixer", "decoder.layers.1.self_attention"
-# Parts of the fused matrices and their rows; how the rest is cut: along a dimension, or not at all.
+# Parts of the fused matrices and their rows; the dimension along which the others are split, or None.
 PARTS = {
     f"{MIXER}.in_proj.weight": {"z": INNER, "x": INNER, "B": STATE, "C": STATE, "dt": HEADS},
     f"{MIXER}.conv1d.weight": {"x": INNER, "B": STATE, "C": STATE},
@@ -54,7 +54,7 @@ ENGINE = {  # Transformer Engine's names of the norms that it fuses
 
 
 def whole_model() -> dict[str, torch.Tensor]:
-    """Numbers that no two rows of a matrix have in common."""
+    """A model in which no two rows of a matrix have a number in common."""
     return {
         name: (torch.arange(torch.Size(shape).numel()) % 251).float().reshape(shape)
         for name, (shape, _) in SHAPES.items()
@@ -62,7 +62,7 @@ def whole_model() -> dict[str, torch.Tensor]:
 
 
 def slice_of(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    """What one of two ranks has."""
+    """The slice on one of two ranks."""
     dim = SHAPES[name][1]
     if dim is None:
         return tensor
@@ -87,7 +87,7 @@ def source(tmp_path: Path) -> Path:
     return save(tmp_path / "source")
 
 
-def test_parts_are_put_together_one_by_one(source: Path) -> None:
+def test_parts_of_fused_matrices_are_joined_separately(source: Path) -> None:
     found = ucp.open(source)
     assert set(found) == set(SHAPES)
     for name, tensor in whole_model().items():
@@ -132,7 +132,7 @@ def test_the_distributed_optimizer_has_them_in_the_order_of_the_modules(source: 
     assert sorted(BACKWARDS, key=lambda name: order_key(name, fused=True)) == list(SHAPES)
 
 
-def test_local_modules_make_norms_apart() -> None:
+def test_local_modules_have_separate_norms() -> None:
     names = sorted(BACKWARDS, key=order_key)
     assert names.index("decoder.layers.0.norm.weight") == names.index(f"{MIXER}.out_proj.weight") + 1
     assert names.index("decoder.layers.1.input_layernorm.weight") == names.index(f"{DELTA}.dt_bias") - 1

@@ -1,4 +1,4 @@
-"""Sharded checkpoints of a model whose numbers are known: torch_dist through torch's own writer, zarr by hand."""
+"""Sharded checkpoints of a model with known numbers: torch_dist through torch's own writer, zarr written here."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def check(checkpoint: Any) -> None:
 
 
 @pytest.mark.parametrize("master", ["fp32_param", "param"])
-def test_stacks_are_taken_apart(tmp_path: Path, master: str) -> None:
+def test_stacked_tensors_become_parameters(tmp_path: Path, master: str) -> None:
     check(ucp.open(save(tmp_path, model_and_states(master), common(arguments(1, 1)))))
 
 
 @pytest.mark.parametrize("said", [{"is_decoupled_lr": True}, {"is_decoupled_lr": False, "default_config": False}])
-def test_a_learning_rate_of_their_own(tmp_path: Path, said: dict[str, Any]) -> None:
-    """Of the embedding and the output layer; releases since 0.16 do not say `is_decoupled_lr` of that group."""
+def test_a_separate_learning_rate(tmp_path: Path, said: dict[str, Any]) -> None:
+    """For the embedding and the output layer; since 0.16 that group has no `is_decoupled_lr`."""
     tree = common(arguments(1, 1, decoupled_lr=0.2))
     groups = tree["optimizer"]["optimizer"]["param_groups"]
     groups.insert(1, {**groups[0], "lr": 0.2, **said})
@@ -45,8 +45,8 @@ def test_a_learning_rate_of_their_own(tmp_path: Path, said: dict[str, Any]) -> N
     assert found.notes == []
 
 
-def test_parameters_of_no_group_keep_one(tmp_path: Path) -> None:
-    """Without, a target for another framework would be without their states."""
+def test_parameters_without_a_matching_group_get_the_most_similar(tmp_path: Path) -> None:
+    """Without a group, a target for another framework would lack their states."""
     tree = common(arguments(1, 1))
     tree["optimizer"]["optimizer"]["param_groups"].pop()
     found = ucp.open(save(tmp_path, model_and_states("param"), tree)).index
@@ -54,7 +54,7 @@ def test_parameters_of_no_group_keep_one(tmp_path: Path) -> None:
     assert [note.id for note in found.notes] == ["group-guessed"]
 
 
-def test_gate_and_projection_under_keys_of_their_own(tmp_path: Path) -> None:
+def test_gate_and_projection_under_separate_keys(tmp_path: Path) -> None:
     state = model_and_states("param")
     for key in [key for key in state if ".linear_fc1." in key and "layer_norm" not in key]:
         gate, projection = state.pop(key).chunk(2, dim=1)
@@ -63,7 +63,7 @@ def test_gate_and_projection_under_keys_of_their_own(tmp_path: Path) -> None:
 
 
 def flat_ranges(tensor: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
-    """A tensor as each rank's flat slice: the grid of slices, with the elements of one behind it."""
+    """A tensor as flat slices of ranks: a grid of slices, with the elements of one along the last axis."""
     local = [n // cells for n, cells in zip(tensor.shape, grid, strict=True)]
     pairs = [size for cells, n in zip(grid, local, strict=True) for size in (cells, n)]
     split = tensor.reshape(pairs)
@@ -92,7 +92,7 @@ def test_flat_ranges_of_another_shape_are_refused(tmp_path: Path) -> None:
 
 
 def bucket_of(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Parameters backwards, each at a multiple of 64 elements, with rubbish between them."""
+    """Parameters in reverse order, each at a multiple of 64 elements, with other numbers between them."""
     flat: list[torch.Tensor] = []
     at = 0
     for tensor in reversed(tensors):
@@ -111,11 +111,11 @@ def buckets() -> dict[str, Any]:
     return state
 
 
-def test_buckets_are_replayed(tmp_path: Path) -> None:
+def test_parameters_are_found_in_buckets(tmp_path: Path) -> None:
     check(ucp.open(save(tmp_path, buckets(), common(arguments(1, 1, use_distributed_optimizer=True)))))
 
 
-def test_buckets_that_cannot_be_replayed_are_refused(tmp_path: Path) -> None:
+def test_buckets_of_an_unexpected_layout_are_refused(tmp_path: Path) -> None:
     state = buckets()
     key = next(key for key in state if key.endswith(".param"))
     state[key] = state[key][:-1].clone()
@@ -141,7 +141,7 @@ def test_an_unfinished_save_is_refused(tmp_path: Path, missing: tuple[str, ...])
 
 
 @pytest.mark.parametrize("data", [b"", b'{"sharded_backend": "torch_d'])
-def test_a_damaged_mark_of_a_finished_save_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_a_damaged_metadata_json_is_refused(tmp_path: Path, data: bytes) -> None:
     root = save(tmp_path / "iter_0000007", model_and_states("param"), common(arguments(1, 1)))
     (root / "metadata.json").write_bytes(data)
     for path in (root, tmp_path):
@@ -165,7 +165,7 @@ def test_a_short_data_file_is_refused(tmp_path: Path) -> None:
 
 
 def save_zarr(root: Path, rows: int, **described: Any) -> Path:
-    """Arrays cut into blocks of `rows` along the second dimension of stacks, the first of others."""
+    """Arrays split into blocks of `rows` along the second dimension of stacks, the first of others."""
     for key, tensor in model_and_states("fp32_param").items():
         folder = root / key
         folder.mkdir()
@@ -210,7 +210,7 @@ def test_compressed_zarr_is_not_understood(tmp_path: Path) -> None:
 
 
 class Gathered:
-    """Pickles as a dictionary, which torch's planner would otherwise take apart."""
+    """A dictionary that torch's planner does not flatten; it is pickled as a plain one."""
 
     def __init__(self, content: dict[Any, Any]) -> None:
         self.content = content
@@ -219,7 +219,7 @@ class Gathered:
         return OrderedDict, (), None, None, iter(self.content.items())
 
 
-def test_gathered_buffers_are_replayed(tmp_path: Path) -> None:
+def test_parameters_are_found_in_gathered_buffers(tmp_path: Path) -> None:
     state: dict[str, Any] = {key: tensor.bfloat16() for key, tensor in stacked().items()}
     buffer = bucket_of(list(whole_model().values()))
     table = {"param": buffer, "exp_avg": buffer / 2, "numel_unpadded": len(buffer)}

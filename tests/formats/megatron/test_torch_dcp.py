@@ -1,4 +1,4 @@
-"""`torch_dcp`: one state dict of Megatron's in torch's own files, with an optimizer that numbers its parameters."""
+"""`torch_dcp`: one state dict of Megatron in torch's own files, with an optimizer that numbers its parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def state_dict() -> dict[str, Any]:
-    """As a rank file, with what torch's files hold apart: random states and the learning-rate schedule."""
+    """A state dict as in a rank file, with random states and the learning-rate schedule as separate entries."""
     tree = legacy_model.rank_tree(1, 1, 0, 0)
     tree["opt_param_scheduler"] = {"num_steps": 16, "max_lr": 0.1}
     tree["rng_state"] = [{"torch_rng_state": torch.arange(8, dtype=torch.uint8), "random_rng_state": (3, (1,), None)}]
@@ -32,7 +32,7 @@ def save(root: Path, tree: dict[str, Any]) -> Path:
     return root
 
 
-def test_it_holds_what_rank_files_hold(tmp_path: Path) -> None:
+def test_it_has_the_states_of_rank_files(tmp_path: Path) -> None:
     tree = state_dict()
     theirs = legacy_model.save(tmp_path / "legacy", {"mp_rank_00": tree})
     source = save(tmp_path / "source", tree)
@@ -64,8 +64,8 @@ def test_states_of_other_shapes_are_refused(tmp_path: Path) -> None:
         ucp.open(save(tmp_path, tree))
 
 
-def test_groups_of_the_source_are_no_second_optimizer(tmp_path: Path) -> None:
-    """Megatron keeps them inside of what wraps the optimizer, or in a list of optimizers."""
+def test_groups_of_the_source_are_not_a_second_optimizer(tmp_path: Path) -> None:
+    """Megatron keeps them inside a wrapper of the optimizer, or in a list of optimizers."""
     tree = state_dict()
     theirs = legacy_model.save(tmp_path / "legacy", {"mp_rank_00": tree})
     convert(theirs, tmp_path / "out", to="dcp")

@@ -18,7 +18,7 @@ from ucp.formats.megatron.read.sharded_containers import read_torch_dist
 from ucp.formats.registry import ReadOptions, open_checkpoint
 
 # (source, the variant that Megatron wrote, options)
-JOURNEYS: list[tuple[str, str, dict[str, Any]]] = [
+CONVERSIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt_tp1_pp1_torch", "gpt_tp2_pp2_torchdist", {"tp": 2, "pp": 2}),
     ("gpt_tp2_pp2_torchdist", "gpt_tp1_pp1_torchdist", {"tp": 1, "pp": 1}),
     ("gpt_tp1_pp2_vpp2_torch", "gpt_tp1_pp1_torchdist", {"pp": 1}),
@@ -44,8 +44,8 @@ def iteration(root: Path) -> Path:
     return next(root.glob("iter_*"))
 
 
-@pytest.mark.parametrize("source, expected, options", JOURNEYS, ids=[f"{a}-{b}" for a, b, _ in JOURNEYS])
-def test_it_is_what_megatron_core_writes(
+@pytest.mark.parametrize("source, expected, options", CONVERSIONS, ids=[f"{a}-{b}" for a, b, _ in CONVERSIONS])
+def test_output_equals_what_megatron_core_writes(
     corpus: Path, tmp_path: Path, source: str, expected: str, options: dict[str, Any]
 ) -> None:
     root = corpus / "megatron"
@@ -72,7 +72,7 @@ def test_it_is_what_megatron_core_writes(
     check_same_atoms(root / expected, tmp_path / "out")
 
 
-# source → the options that take it elsewhere; there is no variant of Megatron's to compare with
+# source → the options for another layout, for which Megatron wrote no variant to compare with
 ELSEWHERE: dict[str, dict[str, Any]] = {
     "gpt_dp2_do_buckets_torch": {"tp": 2, "pp": 4, "dp": 1, "zero": 0},
     "gptfp32_tp1_torch": {"tp": 4},
@@ -86,7 +86,7 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("source", ELSEWHERE)
-def test_what_is_written_reads_as_the_same_atoms(corpus: Path, tmp_path: Path, source: str) -> None:
+def test_output_has_the_same_atoms(corpus: Path, tmp_path: Path, source: str) -> None:
     ucp.api.convert(corpus / "megatron" / source, tmp_path / "out", to="torch-dist", **ELSEWHERE[source])
     check_same_atoms(corpus / "megatron" / source, tmp_path / "out")
     made = open_checkpoint(tmp_path / "out", ReadOptions())
@@ -98,8 +98,8 @@ def test_what_is_written_reads_as_the_same_atoms(corpus: Path, tmp_path: Path, s
 @pytest.mark.parametrize(
     "source, options",
     [
-        ("gpt_tp1_pp1_torch", {"tp": 2, "pp": 2, "dp": 3}),  # tied: the shared embedding has a bucket alone
-        ("gpt_tp1_pp2_vpp2_torch", {"dp": 2}),  # a buffer a model chunk
+        ("gpt_tp1_pp1_torch", {"tp": 2, "pp": 2, "dp": 3}),  # tied: the shared embedding has its own bucket
+        ("gpt_tp1_pp2_vpp2_torch", {"dp": 2}),  # one buffer per model chunk
         ("gpt_dp2_do_buckets_torch", {"tp": 2, "dp": 4}),  # many buckets
         ("gptfp16_tp1_torch", {"dp": 5}),
         ("llama_tp2_dp2_do_full_torchdist", {"tp": 1, "pp": 4, "dp": 3}),
@@ -109,8 +109,8 @@ def test_what_is_written_reads_as_the_same_atoms(corpus: Path, tmp_path: Path, s
         ("mla_tp2_ep2_torchdist", {"tp": 4, "ep": 1, "dp": 2}),
     ],
 )
-def test_state_goes_through_buckets(corpus: Path, tmp_path: Path, source: str, options: dict[str, Any]) -> None:
-    """Written as the buffers of any job's ranks have it, and read again, which replays these buffers."""
+def test_optimizer_state_survives_buckets(corpus: Path, tmp_path: Path, source: str, options: dict[str, Any]) -> None:
+    """State is written as the buffers of any job's ranks, and read again by computing their layout."""
     options = {"to": "torch-dist", "optimizer": "distributed", "optimizer_sharding": "dp_reshardable", **options}
     plan = ucp.api.plan(corpus / "megatron" / source, tmp_path / "out", **options)
     assert "optimizer-sharding" in {note.id for note in plan.writer.notes}
@@ -123,7 +123,7 @@ def test_state_goes_through_buckets(corpus: Path, tmp_path: Path, source: str, o
     check_same_atoms(corpus / "megatron" / source, tmp_path / "out")
 
 
-def test_the_flavour_is_the_one_that_the_job_would_write(corpus: Path, tmp_path: Path) -> None:
+def test_the_sharding_is_the_one_that_the_job_would_write(corpus: Path, tmp_path: Path) -> None:
     root, options = corpus / "megatron", {"to": "torch-dist", "optimizer": "distributed"}
     expected = {"gpt_tp1_pp1_torch": "dp_reshardable", "llama_tp2_dp2_do_torch": "fully_reshardable"}
     for source, flavour in expected.items():
@@ -141,7 +141,7 @@ def test_the_flavour_is_the_one_that_the_job_would_write(corpus: Path, tmp_path:
         ({"to": "megatron", "optimizer": "distributed"}, "--optimizer-sharding is not supported with --to megatron"),
     ],
 )
-def test_a_flavour_is_for_the_distributed_optimizer(
+def test_optimizer_sharding_needs_the_distributed_optimizer(
     corpus: Path, tmp_path: Path, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UsageError, match=said):
@@ -150,7 +150,7 @@ def test_a_flavour_is_for_the_distributed_optimizer(
 
 @pytest.mark.parametrize("to", ["megatron", "torch-dist"])
 @pytest.mark.parametrize("optimizer", ["plain", "distributed"])
-def test_experts_meet_on_one_rank_and_part_again(corpus: Path, tmp_path: Path, to: str, optimizer: str) -> None:
+def test_experts_are_merged_to_one_rank_and_split_again(corpus: Path, tmp_path: Path, to: str, optimizer: str) -> None:
     """Megatron itself cannot load optimizer state of parallel experts on a single rank."""
     expected = corpus / "megatron/moe_tp2_ep2_etp2_torch"
     ucp.api.convert(expected, tmp_path / "one", to=to, optimizer=optimizer, tp=1, ep=1, dp=1)
@@ -165,9 +165,7 @@ def test_experts_meet_on_one_rank_and_part_again(corpus: Path, tmp_path: Path, t
 
 @pytest.mark.parametrize("to", ["megatron", "torch-dist"])
 @pytest.mark.parametrize("optimizer", ["plain", "distributed"])
-def test_experts_have_a_tensor_parallel_degree_of_their_own(
-    corpus: Path, tmp_path: Path, to: str, optimizer: str
-) -> None:
+def test_experts_have_their_own_tensor_parallel_degree(corpus: Path, tmp_path: Path, to: str, optimizer: str) -> None:
     source = corpus / "megatron/moe_tp2_ep2_etp2_torch"
     options: dict[str, Any] = {"to": to, "optimizer": optimizer, "tp": 4, "pp": 2}
     for ep, etp in ((2, 1), (4, 2), (1, 2)):
@@ -178,7 +176,7 @@ def test_experts_have_a_tensor_parallel_degree_of_their_own(
 
 
 @pytest.mark.parametrize("optimizer", ["plain", "distributed"])
-def test_experts_are_taken_out_of_groups_and_put_back(corpus: Path, tmp_path: Path, optimizer: str) -> None:
+def test_grouped_experts_become_separate_and_grouped_again(corpus: Path, tmp_path: Path, optimizer: str) -> None:
     source = corpus / "megatron/moegg_ep2_torch"
     options: dict[str, Any] = {"to": "megatron", "optimizer": optimizer}
     ucp.api.convert(source, tmp_path / "single", experts="sequential", **options)
@@ -192,7 +190,7 @@ def test_experts_are_taken_out_of_groups_and_put_back(corpus: Path, tmp_path: Pa
     assert sum(check_same(file, real[name], 0) for name, file in made.items()) > 100
 
 
-def test_half_a_stack_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_an_incomplete_stack_is_refused(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="of the 4 parameters that megatron-core stacks"):
         ucp.api.convert(
             corpus / "megatron/gpt_tp1_pp1_torch", tmp_path / "out", to="torch-dist", exclude=["decoder.layers.2.*"]
@@ -205,7 +203,7 @@ def test_only_the_distributed_optimizer_is_zero(corpus: Path, tmp_path: Path) ->
 
 
 def shape_of(tree: Any) -> Any:
-    """A tree with its tensors reduced to what they look like."""
+    """A tree with the dtype and shape of each tensor in its place."""
     if isinstance(tree, dict):
         return {key: shape_of(value) for key, value in tree.items()}
     if isinstance(tree, list):

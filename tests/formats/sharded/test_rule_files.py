@@ -1,4 +1,4 @@
-"""Rule files: what they mean, and what a wrong one gets."""
+"""Rule files: the rules in them, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_wrong_entry_is_named_by_file_and_line(tmp_path: Path, entry: str, com
         "#" * (MAX_BYTES + 1),
     ],
 )
-def test_a_file_that_is_no_rule_file_is_a_usage_error(tmp_path: Path, text: str | bytes) -> None:
+def test_an_invalid_rule_file_is_a_usage_error(tmp_path: Path, text: str | bytes) -> None:
     with pytest.raises(UsageError, match=r"mine\.toml"):
         load_rules(write(tmp_path, text))
 
@@ -145,7 +145,7 @@ def test_an_unknown_preset_names_the_known_ones() -> None:
         load_preset("lama")
 
 
-def test_presets_are_there() -> None:
+def test_the_packaged_presets() -> None:
     assert {"megatron-deepspeed-gpt", "bloom", "llama", "mixtral", "gpt2", "gpt-neox", "generic-hf"} <= set(
         preset_names()
     )
@@ -259,7 +259,7 @@ QKV, GATED = Rule("split", 0, ratio=(1, 1, 1)), Rule("split", 0, ratio=(1, 1))
         ),
     ],
 )
-def test_presets_know_their_model(preset: str, rules: dict[str, Rule]) -> None:
+def test_presets_match_their_model(preset: str, rules: dict[str, Rule]) -> None:
     book = load_preset(preset)
     found = {name: named.rule if (named := book.find(name)) else None for name in rules}
     assert found == rules

@@ -1,4 +1,4 @@
-"""Inference of missing rules: every kind of evidence, and real checkpoints whose own rules are held back."""
+"""Inference of missing rules: every kind of evidence, and real checkpoints without their own rules."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Slices:
         return Fragment(Region.all_of(values.shape), "data.bin", offset, FLOAT32)
 
     def cut(self, name: str, shape: Shape, rule: Rule, tp: int = 2) -> None:
-        """Random values cut over `tp` ranks by `rule`."""
+        """Random values split over `tp` ranks by `rule`."""
         tensor = self.random.normal(size=shape)
         slices = []
         for rank in range(tp):
@@ -80,7 +80,7 @@ def test_bytes_then_shapes_then_names_decide(slices: Slices) -> None:
     slices.cut("b.weight", (8, 6), Rule("split", 1))
     slices.cut("b.bias", (8,), REPLICATED)
     slices.cut("a.bias", (6,), Rule("split", 0))
-    slices.cut("mlp.up.weight", (16, 8), Rule("split", 0))  # both sides 8 on a rank: only the name tells
+    slices.cut("mlp.up.weight", (16, 8), Rule("split", 0))  # both sides are 8 on a rank: only the name decides
     slices.cut("mlp.down.weight", (8, 16), Rule("split", 1))
     slices.cut("temperature", (), REPLICATED)
     slices.add("uneven.weight", slices.random.normal(size=(5, 3)), slices.random.normal(size=(5, 2)))
@@ -97,7 +97,7 @@ def test_bytes_then_shapes_then_names_decide(slices: Slices) -> None:
     }
 
 
-def test_every_rule_says_what_it_rests_on(slices: Slices) -> None:
+def test_every_rule_reports_its_evidence(slices: Slices) -> None:
     slices.cut("norm.weight", (8,), REPLICATED)
     slices.cut("a.weight", (6, 8), Rule("split", 0))
     slices.cut("layers.0.o_proj.weight", (8, 16), Rule("split", 1))
@@ -131,8 +131,8 @@ def test_a_gate_shows_in_the_two_sides_of_the_mlp(slices: Slices, gated: bool) -
     assert slices.rules()["2.mlp.dense_h_to_4h.weight"] == expected
 
 
-def test_constants_are_judged_by_the_weight_beside_them_or_by_name(slices: Slices) -> None:
-    """Zeros are bit-equal whether cut or copied."""
+def test_constants_follow_the_weight_of_their_module_or_their_name(slices: Slices) -> None:
+    """Zeros are bit-equal whether split or copied."""
     slices.cut("ln.weight", (8,), REPLICATED)
     slices.cut("a.weight", (6, 8), Rule("split", 0))
     slices.add("a.bias", np.zeros(3), np.zeros(3))
@@ -157,7 +157,7 @@ def test_untouched_norms_still_show_the_hidden_size(slices: Slices) -> None:
     assert slices.rules()["a.weight"] == Rule("split", 0)
 
 
-def test_ambiguous_names_come_in_one_error_with_lines_to_paste(slices: Slices, tmp_path: Path) -> None:
+def test_one_error_lists_ambiguous_names_with_rules_to_paste(slices: Slices, tmp_path: Path) -> None:
     slices.cut("norm.weight", (8,), REPLICATED)
     slices.cut("mystery.weight", (16, 8), Rule("split", 0))
     slices.cut("enigma.weight", (8, 16), Rule("split", 1))
@@ -268,7 +268,7 @@ def test_comparison_stops_at_the_first_difference(
     assert read == looked_at
 
 
-# Real checkpoints: infer without looking at universal_checkpoint_info, then compare with what it says.
+# Real checkpoints: infer without universal_checkpoint_info, then compare with its rules.
 
 
 def refs(tree: Any) -> Iterator[tuple[str, TensorRef]]:
@@ -278,7 +278,7 @@ def refs(tree: Any) -> Iterator[tuple[str, TensorRef]]:
 
 
 def from_module(step: Path, files: Sequence[str], buffers: Sequence[str] = ()) -> dict[str, list[LocalSlice]]:
-    """Slices of the tensors that one file a tp rank holds."""
+    """Slices of the tensors in one file per tensor-parallel rank."""
     held: dict[str, list[LocalSlice]] = {}
     for file in files:
         torch_file = TorchFile(step / file)
@@ -293,7 +293,7 @@ def from_module(step: Path, files: Sequence[str], buffers: Sequence[str] = ()) -
 
 
 def from_stage3(step: Path, tp: int, dp: int) -> dict[str, list[LocalSlice]]:
-    """Slices of the masters of a ZeRO-3 checkpoint: every parameter is cut over dp on its own."""
+    """Slices of the masters of a ZeRO-3 checkpoint: every parameter is partitioned over dp on its own."""
     held: dict[str, list[LocalSlice]] = {}
     for t in range(tp):
         shapes = TorchFile(step / f"zero_pp_rank_0_mp_rank_{t:02d}_model_states.pt").tree["param_shapes"]
@@ -359,7 +359,7 @@ def test_real_pipelines_without_their_rules(name: str) -> None:
         layer = int(path.name.split("-")[0].removeprefix("layer_"))
         files = [path.name, path.name.replace("model_00", "model_01")]
         held |= {f"{layer}.{name}": slices for name, slices in from_module(step, files).items()}
-    # The lists do not speak of buffers, and Megatron-DeepSpeed's misses its position table: it would concatenate them.
+    # The lists omit buffers, and Megatron-DeepSpeed's omits its position table, which would be concatenated.
     wrong = [name for name in held if name.endswith((".mask", "1.position_embeddings.weight"))]
     assert wrong
     compare_with_info(step, "mp_rank_00_model_states.pt", held, wrong)

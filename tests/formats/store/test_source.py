@@ -1,4 +1,4 @@
-"""A store as a checkpoint: every command takes it, also while a job writes into it."""
+"""A store as a checkpoint: every command accepts it, also while a job writes to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIXTURE = PROJECT / "fixtures" / "z1_bf16_dp2"
 
 
 def store_of(source: Any, path: Path, step: int | None = None) -> None:
-    """A store that holds what an open checkpoint holds."""
+    """A store with the content of an open checkpoint."""
     index = source.index
     notes, tensors = generation_notes(index)
     with Store.create(path, schema_of(index)) as store:
@@ -43,7 +43,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_store_says_what_its_source_said(copied: Path) -> None:
+def test_a_store_has_the_index_of_its_source(copied: Path) -> None:
     one, other = ucp.open(FIXTURE), ucp.open(copied)
     assert ucp.diff(FIXTURE, copied, strict=True).same
     assert other.index.format == "store"
@@ -59,7 +59,7 @@ def test_a_store_says_what_its_source_said(copied: Path) -> None:
     assert list(one.extras.trees) == list(other.extras.trees)
 
 
-def test_commands_take_it(copied: Path, tmp_path: Path) -> None:
+def test_commands_accept_a_store(copied: Path, tmp_path: Path) -> None:
     def run(*words: str) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "ucp", *words], capture_output=True, text=True, check=False, cwd=PROJECT
@@ -127,14 +127,14 @@ def test_damaged_blocks_are_found(tmp_path: Path) -> None:
     path.write_bytes(whole)
     flip_bit(path, superblock)
     [(severity, _, message)] = said()
-    assert severity == "warning"  # a crash does this too
+    assert severity == "warning"  # as after a crash
     assert "is torn" in message
     path.write_bytes(whole)
     flip_bit(path, 20)
     assert ucp.verify(path).exit_code == 4
 
 
-def test_an_index_holds_its_generation(tmp_path: Path) -> None:
+def test_an_index_keeps_its_generation_from_being_overwritten(tmp_path: Path) -> None:
     with Store.create(tmp_path / "store", schema()) as store:
         for step in (1, 2):
             fill(store, step)
@@ -149,8 +149,8 @@ def test_an_index_holds_its_generation(tmp_path: Path) -> None:
         store.commit()
 
 
-def test_a_running_job_is_read_without_a_mixture(tmp_path: Path) -> None:
-    """Another process commits generation after generation; each index that is taken meanwhile is whole."""
+def test_reading_from_a_running_job_never_mixes_generations(tmp_path: Path) -> None:
+    """Another process commits one generation after another; every index taken meanwhile is complete."""
     path = tmp_path / "store"
     with Store.create(path, schema(), slots=3) as store:
         fill(store, 1)
@@ -172,7 +172,7 @@ def test_a_running_job_is_read_without_a_mixture(tmp_path: Path) -> None:
                 continue
             first = np.asarray(opened["big"].read("weight")).tobytes()
             time.sleep(0.01)
-            assert np.asarray(opened["big"].read("weight")).tobytes() == first  # nobody overwrites it
+            assert np.asarray(opened["big"].read("weight")).tobytes() == first  # it was not overwritten
             steps.add(opened.index.step)
         assert len(steps) >= 5
     finally:

@@ -1,4 +1,4 @@
-"""Where things lie in a store: nothing overlaps, everything is inside, and a reader computes the same."""
+"""The layout of a store: parts do not overlap and are inside the file, and a reader computes the same offsets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ schemas = st.builds(StoreSchema, entries, st.just({"a": [1]}), st.integers(0, 10
 
 
 @given(schemas, st.integers(2, 5))
-def test_nothing_overlaps_and_everything_is_inside(schema: StoreSchema, slots: int) -> None:
+def test_parts_of_the_file_do_not_overlap(schema: StoreSchema, slots: int) -> None:
     data = schema.dump()
     layout = StoreLayout(schema, slots, len(data))
     taken = [(at, at + PAGE) for at in (0, *SUPERBLOCKS_AT)] + [(SCHEMA_AT, SCHEMA_AT + len(data))]
@@ -67,7 +67,7 @@ def test_nothing_overlaps_and_everything_is_inside(schema: StoreSchema, slots: i
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 50)).map(lambda p: (p[0], p[0] + p[1])), max_size=20))
-def test_joined_ranges_cover_just_the_touched_units(ranges: list[tuple[int, int]]) -> None:
+def test_merged_ranges_cover_only_the_touched_units(ranges: list[tuple[int, int]]) -> None:
     made = coalesce_ranges(ranges, 16)
     touched = {at // 16 for start, stop in ranges for at in range(start, stop)}
     assert [unit for start, stop in made for unit in range(start // 16, stop // 16)] == sorted(touched)
@@ -116,7 +116,7 @@ def test_a_block_with_any_byte_changed_does_not_parse(schema: StoreSchema, data:
         b'{"entries":[],"about":{},"notes_bytes":-1}',
     ],
 )
-def test_a_schema_that_is_none_is_refused(text: bytes) -> None:
+def test_an_invalid_schema_is_refused(text: bytes) -> None:
     with pytest.raises(IntegrityError, match="schema"):
         StoreSchema.parse(text, "here")
 
