@@ -196,6 +196,11 @@ def plan(src: StrPath, dst: StrPath, **options: Unpack[PlanOptions]) -> Plan:
     selection = Selection(only, given.include, given.exclude, dtype if form.selects_dtype else None)
     reading = _reading(given, repair=given.repair)
     indexed = index_state(src, reading, given.log, given.step, given.exact)
+    if dtype is not None and any(note.id == "quantized" for note in indexed.notes):
+        raise UsageError(
+            f"{src}: --dtype casts values, and these weights are quantized: their values also depend on scales",
+            hint="leave --dtype out, or dequantize the model first",
+        )
     example = None if given.like is None else index_checkpoint(parse_path(given.like), ReadOptions())
     selected = select(indexed, selection)
     if indexed.parameters and not selected.parameters:

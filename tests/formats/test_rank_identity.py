@@ -91,6 +91,8 @@ def test_a_file_that_was_copied_over_another(kind: str, project: Path, tmp_path:
         ucp.open(folder)
     with pytest.raises(InconsistentError, match=r"were saved as the same file: one is a copy of the other"):
         ucp.open(folder, trust_recorded_ranks=True)
+    if "optimizer of ZeRO-1, tensor" in kind:
+        return  # a partition may have nothing that is split: verify compares it with the weights
     torch.save(torch.load(one, weights_only=False), other)
     with pytest.raises(InconsistentError, match=f"{other.name}: has the same tensors as .*{one.name}"):
         ucp.open(folder)

@@ -121,6 +121,26 @@ class Inert(metaclass=Sealed):
         return f"<inert {self.path}>"
 
 
+def check_no_foreign_tensor(value: object, name: str, where: object) -> None:
+    """Refuse a tensor whose values are not the bytes of one storage: leaving it out would lose a parameter."""
+    if not isinstance(value, Inert):
+        return
+    kind = value.qualname
+    if value.module in ("torch._utils", "torch._tensor") and kind.startswith("_rebuild"):
+        kind = class_path(value.args[1]).rpartition(".")[2] if kind.startswith("_rebuild_from_type") else kind
+    elif not kind.endswith("Tensor"):
+        return
+    if kind in ("DTensor", "ShardedTensor"):
+        raise NotUnderstoodError(
+            f"{where}: {name} is a {kind}, of which the file has one rank's shard",
+            hint="save the job with torch.distributed.checkpoint, or gather the state first (full_state_dict=True)",
+        )
+    raise NotUnderstoodError(
+        f"{where}: the bytes of {name} are not its values ({kind}), as of a quantized, sparse or conjugate tensor",
+        hint="save it as a plain tensor",
+    )
+
+
 def is_class(value: object) -> bool:
     """Whether `value` is a class or function that the file names without calling it."""
     return isinstance(value, Sealed)

@@ -22,7 +22,15 @@ from ucp.core.checkpoint import Atom, Checkpoint, Mesh, Note
 from ucp.core.dtypes import DType
 from ucp.core.findings import Finding
 from ucp.core.rules import RuleBook
-from ucp.errors import InconsistentError, NotUnderstoodError, StorageError, UcpError, UsageError, storage_errors
+from ucp.errors import (
+    InconsistentError,
+    NotUnderstoodError,
+    StorageError,
+    UcpError,
+    UsageError,
+    first_few,
+    storage_errors,
+)
 from ucp.storage.paths import is_shadow
 from ucp.storage.storage import storage_of
 
@@ -252,6 +260,8 @@ def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
     with storage_errors(path):
         entry = _format_at(path)
     found = cast(Checkpoint, load_hook(entry.read)(path, options))
+    if not found.parameters:
+        raise NotUnderstoodError(f"{path}: contains no parameters", hint=_content_hint(found))
     if found.steps and not options.spread:
         found.lease = None  # the error keeps this frame, and must not keep the lease
         steps = sorted({*found.steps.values(), *([] if found.step is None else [found.step])})
@@ -261,6 +271,13 @@ def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
             hint=f"add --log RUN (in Python, log=): the log of the job brings all of it to step {steps[-1]} or later",
         )
     return found
+
+
+def _content_hint(found: Checkpoint) -> str:
+    """What a checkpoint without parameters contains instead."""
+    keys = [str(key) for tree in found.extras.trees.values() for key in (tree if isinstance(tree, dict) else ())]
+    names = keys or sorted(found.extras.files.values()) or sorted(found.sizes)
+    return f"found instead: {first_few(names, 5) or 'no files'}; give the files that hold the model's weights"
 
 
 def _format_at(path: Path) -> Format:

@@ -283,7 +283,7 @@ class SpecialFileError(OSError):
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:
-    """A descriptor of a regular file, for reading. A pipe or a device is an OSError: it could block for ever."""
+    """A descriptor of a regular file, for reading. A pipe or a device is an OSError: reading could block."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

@@ -30,7 +30,7 @@ from ucp.containers.distcp import (
     metadata_files,
     read_dcp_folder,
 )
-from ucp.containers.inert import Inert, TensorRef, class_path
+from ucp.containers.inert import TensorRef, check_no_foreign_tensor
 from ucp.containers.torch_file import TorchFile
 from ucp.containers.tree import with_atoms
 from ucp.core.box import Box, whole
@@ -528,7 +528,6 @@ def sidecar_files(location: DcpLocation, used: set[str]) -> tuple[dict[str, int]
 
 
 _MAX_DEPTH: Final = 50
-_REBUILDERS: Final = "torch._utils._rebuild"
 
 
 @dataclass(slots=True)
@@ -579,8 +578,7 @@ def _add(found: FullStateDict, archive: TorchFile, item: ArchiveRange, path: Key
         place = archive.position(value) if prod(value.shape) else 0
         found.fragments[key] = Fragment(Region.of((box,)), item.file, place, value.dtype, strides=strides)
     else:
-        if isinstance(value, Inert) and class_path(type(value)).startswith(_REBUILDERS):
-            raise NotUnderstoodError(f"{archive.path}: the bytes of {key} are not its values, as of a conjugate view")
+        check_no_foreign_tensor(value, key, archive.path)
         entry = DcpObject(key, path, [item])
         found.values[key] = with_atoms(value, archive, item.file, key, Rank(dp=item.rank))
     found.folder.entries[key] = entry

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ucp.containers.config_files import read_json
-from ucp.containers.inert import TensorRef
+from ucp.containers.inert import TensorRef, check_no_foreign_tensor
 from ucp.containers.safetensors_file import read_safetensors
 from ucp.containers.torch_file import TorchFile
 from ucp.core.checkpoint import WEIGHT, Atom, Checkpoint, Extras, Fragment, Mesh, Note, Parameter, Role
@@ -58,6 +58,12 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     content = read_json(root / CONFIG, _LARGEST_INDEX, _RESTORE) if (root / CONFIG).is_file() else {}
     config: dict[str, Any] = content if isinstance(content, dict) else {}
     left = [name for name in beside if name.endswith((".bin", ".pt")) and name.startswith(("optimizer", "scheduler"))]
+    notes = [Note("left-behind", f"only weights are read, not {', '.join(left)}")] if left else []
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, dict):
+        method = str(quantization.get("quant_method", "an unknown method"))
+        text = f"the weights are quantized ({method}): they and their scales are copied unchanged, and cannot be cast"
+        notes.append(Note("quantized", text))
     parameters: dict[str, Parameter] = {}
     for name, atom in stored.items():
         role: Role = "trained" if atom.dtype.family == "float" else "buffer"
@@ -83,7 +89,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
         parameters=parameters,
         framework=f"transformers {version}" if isinstance(version, str) else "Hugging Face",
         extras=Extras({}, {name: name for name in beside if not name.endswith(_PICKLES)}),
-        notes=[Note("left-behind", f"only weights are read, not {', '.join(left)}")] if left else [],
+        notes=notes,
         sizes=sizes,
         details=details,
     )
@@ -158,6 +164,7 @@ def _weights(root: Path, file: str) -> Iterator[tuple[str, Atom]]:
     if not isinstance(tree, dict):
         raise NotUnderstoodError(f"{path}: does not contain a dict of tensors")
     for name, ref in tree.items():
+        check_no_foreign_tensor(ref, str(name), path)
         if isinstance(name, str) and isinstance(ref, TensorRef):
             strides = None if ref.is_contiguous else ref.strides
             fragment = Fragment(Region.all_of(ref.shape), file, archive.position(ref), ref.dtype, strides=strides)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
-from ucp.containers.inert import TensorRef
+from ucp.containers.inert import TensorRef, check_no_foreign_tensor
 from ucp.containers.tree import flatten_state_dict
 from ucp.core.box import Shape
 from ucp.core.checkpoint import WEIGHT, Role
@@ -85,6 +85,7 @@ def read_module(
     owners.update(unlisted_copies(context, file, module, trained or {}, {*buffers, *frozen, *owners}))
     for name, value in module.items():
         if not isinstance(value, TensorRef):
+            check_no_foreign_tensor(value, name, file.name)
             continue
         context.claim(value)
         owner = owners.get(name, name)

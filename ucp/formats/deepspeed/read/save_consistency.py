@@ -237,7 +237,7 @@ def check_copied_files(context: ReadContext, files: StepFiles, rules: Mapping[st
     Tensor-parallel ranks may be equal if the checkpoint or the user declares that no parameter is split.
     """
     is_declared = any(not resolved.origin.startswith("inferred") for resolved in rules.values())
-    may_be_equal = is_declared and all(resolved.rule.cut == "replicated" for resolved in rules.values())
+    may_be_equal = is_declared and all(resolved.rule.cut not in ("split", "vocab") for resolved in rules.values())
     tensors: dict[int, list[TensorRef]] = {}  # files may share a tree
 
     def content(name: str, key: str | None = None) -> RankContent:
@@ -255,7 +255,7 @@ def check_copied_files(context: ReadContext, files: StepFiles, rules: Mapping[st
         each = content(name, "optimizer_state_dict")
         count = lookup(context.files.open(each.name).tree, "optimizer_state_dict", "partition_count")
         copy = dp // count if type(count) is int and count > 0 else 0  # MiCS: every `count` ranks repeat the state
-        optimizers.setdefault((copy, mp if may_be_equal else None), []).append(each)
+        optimizers.setdefault((copy, mp), []).append(each)  # ranks of other mp may share what is not split
     for contents in optimizers.values():
         copies += find_copies(contents, context.source)
     if any(tp for _, tp in files.layers) and not may_be_equal:

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from ucp.containers.inert import TensorRef
+from ucp.containers.inert import TensorRef, check_no_foreign_tensor
 from ucp.core.box import Shape
 from ucp.core.checkpoint import WEIGHT, Note, Parameter, ParamGroup, Rank, Role
 from ucp.core.rules import REPLICATED, RuleBook, resolve
@@ -294,6 +294,7 @@ class LegacyReader:
         entries: list[ModuleEntry] = []
         for name, ref in chunk.items():
             if not isinstance(ref, TensorRef) or name.endswith("_extra_state"):
+                check_no_foreign_tensor(ref, name, file.name)
                 continue
             role: Role = "trained" if ref.dtype.family == "float" and not mcore.is_buffer(name) else "buffer"
             params = params_of_entry(chunk, name, offsets, coord.ep, self.arguments)
