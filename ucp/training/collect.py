@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from ucp.core.box import Shape
-from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Role, kind_of_state
+from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Parameter, Role, kind_of_state
 from ucp.core.dtypes import DType
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, NamedRule, Rule, RuleBook, logical_shape, resolve, slice_pieces, whole_shape
 from ucp.errors import UsageError
+from ucp.formats.deepspeed.experts import expert_number
 from ucp.formats.deepspeed.universal_info import DEFAULT_ORIGIN, has_tp_rules, rules_from_info
 from ucp.training.collectives import all_gather
 from ucp.training.live_job import LiveJob, ParamSlice, SteppedTensor, dtype_of, flat_view, local_tensor
@@ -36,27 +37,11 @@ class LiveFragment:
 
 
 @dataclass(slots=True)
-class ParameterInfo:
-    """Everything in the manifest about a parameter except its states."""
-
-    name: str
-    shape: Shape
-    role: Role
-    rule: Rule = REPLICATED
-    rule_origin: str = "one tensor-parallel rank"
-    padded_shape: Shape | None = None
-    group: int | None = None
-    aliases: tuple[str, ...] = ()
-    stage: int = 0
-    expert: bool = False
-
-
-@dataclass(slots=True)
 class RankState:
     """The fragments and parameters of one rank."""
 
     fragments: list[LiveFragment] = field(default_factory=list)
-    parameters: dict[str, ParameterInfo] = field(default_factory=dict)
+    parameters: dict[str, Parameter] = field(default_factory=dict)  # without atoms
 
 
 class StateCollector:
@@ -89,7 +74,7 @@ class StateCollector:
         return self.state
 
     def add_parameters(self) -> dict[str, int]:
-        """Add the `ParameterInfo` of every parameter. Returns name → param group of the trained ones."""
+        """Add every parameter. Returns name → param group of the trained ones."""
         job = self.job
         trained = {name: stepped.group for stepped in job.stepped for name in stepped.names}
         buffers = {live.slice.name for live in job.buffers}
@@ -102,17 +87,17 @@ class StateCollector:
             pieces = slice_pieces(rule, padded, job.mesh.tp, job.rank.tp, name)
             self._regions[name] = Region.of(piece.box for piece in pieces)
             logical = job.logical_name(name)
-            self.state.parameters[logical] = ParameterInfo(
+            self.state.parameters[logical] = Parameter(
                 logical,
                 shape,
                 role,
-                rule,
-                origin,
-                padded if padded != shape else None,
-                trained.get(name),
-                job.aliases.get(name, ()),
-                job.rank.pp,
-                name in job.checkpoint_names,
+                rule=rule,
+                rule_origin=origin,
+                padded_shape=padded if padded != shape else None,
+                group=trained.get(name),
+                aliases=job.aliases.get(name, ()),
+                stages=(job.rank.pp,),
+                expert=expert_number(logical) if name in job.checkpoint_names else None,
             )
         return trained
 

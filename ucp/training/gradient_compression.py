@@ -78,8 +78,9 @@ class TopK:
             raise UsageError("the DDP module already has a comm hook", hint="create one TopK only, before the recorder")
         self.fraction = fraction
         self._group = model.process_group
-        self._names = {id(p): strip_wrappers(name) for name, p in model.module.named_parameters()}
-        self._shapes = {strip_wrappers(name): p.shape for name, p in model.module.named_parameters()}
+        named = {strip_wrappers(name): p for name, p in model.module.named_parameters()}
+        self._names = {id(p): name for name, p in named.items()}
+        self._shapes = {name: p.shape for name, p in named.items()}
         self._unsent: dict[str, torch.Tensor] = {}  # name → elements that this rank has not sent yet, flat
         model.register_comm_hook(self, _reduce)
 

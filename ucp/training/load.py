@@ -26,7 +26,7 @@ from ucp.storage.local import SourceFiles
 from ucp.training.adapters import describe_job
 from ucp.training.collectives import all_gather, fail_together, rank_and_size
 from ucp.training.live_job import LiveJob, ParamSlice, SteppedTensor, dtype_of, flat_view, local_tensor
-from ucp.training.load_plan import AtomRead, LoadPlan, LoadPlanner, SteppedTensorPlan, match_groups
+from ucp.training.load_plan import AtomRead, LoadPlan, LoadPlanner, SteppedTensorPlan
 from ucp.training.tensor_parallel import TensorParallelSlicer
 from ucp.training.training_state import TrainingState, apply_training_state, find_training_state
 
@@ -97,6 +97,7 @@ class _RankLoader:
         self.slicer = TensorParallelSlicer(job.mesh.tp, job.rank.tp, book)
         self.plan = LoadPlan()
         self.state = TrainingState()
+        self.filled_bytes = 0  # of state that came from the checkpoint
 
     def check(self) -> None:
         """Match everything; raise an error that lists all problems."""
@@ -107,9 +108,7 @@ class _RankLoader:
                 f" {engine.gradient_accumulation_steps()} per optimizer step)",
                 hint="load between two optimizer steps",
             )
-        matcher = LoadPlanner(self.job, self.source, self.slicer, self.files)
-        self.plan = matcher.match()
-        match_groups(self.job, matcher, self.source, self.plan)
+        self.plan = LoadPlanner(self.job, self.source, self.slicer, self.files).match()
         self.state = find_training_state(self.source, self.job, *rank_and_size())
         if self.job.optimizer is None and any(p.group is not None for p in self.source.parameters.values()):
             self.plan.not_restored.append("optimizer states: the job has no optimizer")
@@ -143,11 +142,10 @@ class _RankLoader:
 
     def run(self) -> LoadReport:
         """Fill the job's tensors. A failure on one rank stops all of them before the next collective."""
-        filler = TensorFiller(self.job, self.files)
         self.job.begin()
         with fail_together():
             try:
-                filler.fill(self.plan)
+                self._fill()
             except UcpError as error:
                 advice = "the job's state is partly loaded: load again, or stop"
                 error.hint = f"{error.hint}; {advice}" if error.hint else advice
@@ -164,45 +162,23 @@ class _RankLoader:
         return LoadReport(
             step=self.source.step,
             bytes_read=self.files.nbytes,
-            bytes_held=filler.filled_bytes,
+            bytes_held=self.filled_bytes,
             parameters=len(self.plan.loaded),
             client_state=self.state.client_state,
             not_restored=not_restored + apply_training_state(self.state, self.source, self.job),
             notes=notes,
         )
 
-
-class CountingFiles(SourceFiles):
-    """Source files that count the bytes read from them."""
-
-    nbytes = 0
-
-    def read_into(self, file: str, offset: int, target: memoryview) -> None:
-        self.nbytes += len(target)
-        super().read_into(file, offset, target)
-
-
-class TensorFiller:
-    """Executes a load plan: fills live tensors in place, using little memory.
-
-    `filled_bytes` counts the bytes of state that came from the checkpoint.
-    """
-
-    def __init__(self, job: LiveJob, files: SourceFiles) -> None:
-        self.job = job
-        self.files = files
-        self.filled_bytes = 0
-
-    def fill(self, plan: LoadPlan) -> None:
+    def _fill(self) -> None:
         """Fill all tensors. In place, because parameters and flat buffers are views of each other."""
         import torch
 
         with torch.no_grad():
-            for stepped in plan.stepped:
+            for stepped in self.plan.stepped:
                 self._fill_stepped(stepped)
-            for tensor, read in plan.untrained:
+            for tensor, read in self.plan.untrained:
                 self._fill_tensor(tensor, [read])
-            for group, hyper in zip(self.job.groups, plan.hyper, strict=False):
+            for group, hyper in zip(self.job.groups, self.plan.hyper, strict=False):
                 for key, value in (hyper or {}).items():
                     if key != "params":
                         group[key] = _new_value(group.get(key), value)
@@ -285,6 +261,16 @@ class TensorFiller:
                 _fill_strided(reader, read.region, local)
             else:
                 _fill_flat(reader, read.region, flat.narrow(0, read.start, read.region.numel))
+
+
+class CountingFiles(SourceFiles):
+    """Source files that count the bytes read from them."""
+
+    nbytes = 0
+
+    def read_into(self, file: str, offset: int, target: memoryview) -> None:
+        self.nbytes += len(target)
+        super().read_into(file, offset, target)
 
 
 def _chunks(reads: Sequence[AtomRead]) -> list[AtomRead]:

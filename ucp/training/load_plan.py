@@ -97,6 +97,7 @@ class LoadPlanner:
             reads: list[AtomRead] = []
             self._match_value(reads, live.slice, dtype_of(live.tensor))
             self.plan.untrained.extend((live.tensor, read) for read in reads)
+        self._match_groups()
         return self.plan
 
     def find(self, name: str) -> Parameter | None:
@@ -203,6 +204,33 @@ class LoadPlanner:
             known = self._numbers[key] = (widen(raw, atom.dtype)[0].item(), fragment.dtype)
         return known
 
+    def _match_groups(self) -> None:
+        """Plan the hyper-parameters of every live group: those of the checkpoint's group with the same parameters."""
+        for number, names in enumerate(self.job.names_by_group()):
+            found: dict[int, str] = {}
+            for name in names:
+                parameter = self.find(name)
+                if parameter is not None and parameter.group is not None:
+                    found.setdefault(parameter.group, name)
+            hypers = [self.source.groups[group].hyper for group in found]
+            if not hypers:
+                self.plan.hyper.append(None)
+                if names:
+                    self.plan.not_restored.append(
+                        f"hyper-parameters of group {number}: the checkpoint has none for its parameters"
+                    )
+                continue
+            self.plan.hyper.append(dict(hypers[0]))
+            for (group, name), hyper in zip(found.items(), hypers, strict=True):
+                keys = sorted({*hypers[0], *hyper} & self.job.groups[number].keys() - {"name", "params"})
+                differing = [key for key in keys if hypers[0].get(key) != hyper.get(key)]
+                if differing:
+                    first = next(iter(found))
+                    self.plan.problems.append(
+                        f"group {number} of the job contains {found[first]} and {name}, which are in groups {first} and"
+                        f" {group} of the checkpoint: {', '.join(differing)} differ"
+                    )
+
     def _parameter(self, name: str) -> Parameter | None:
         """The checkpoint's parameter, if this rank's region of it is known; otherwise None, and reported once."""
         parameter = self.find(name)
@@ -273,34 +301,3 @@ def _is_single_number(value: Any) -> bool:
 def _state_kinds(state: Mapping[Any, Any]) -> set[str]:
     """The kinds of the states that have a value."""
     return {kind_of_state(name) for name, value in state.items() if value is not None}
-
-
-def match_groups(job: LiveJob, matcher: LoadPlanner, source: Checkpoint, plan: LoadPlan) -> None:
-    """Plan the hyper-parameters of every live group: those of the checkpoint's group with the same parameters."""
-    for number, names in enumerate(job.names_by_group()):
-        found: dict[int, str] = {}
-        for name in names:
-            parameter = matcher.find(name)
-            if parameter is not None and parameter.group is not None:
-                found.setdefault(parameter.group, name)
-        hypers = [source.groups[group].hyper for group in found]
-        if not hypers:
-            plan.hyper.append(None)
-            if names:
-                plan.not_restored.append(
-                    f"hyper-parameters of group {number}: the checkpoint has none for its parameters"
-                )
-            continue
-        plan.hyper.append(dict(hypers[0]))
-        for (group, name), hyper in zip(found.items(), hypers, strict=True):
-            differing = [key for key in _differing(hypers[0], hyper) if key in job.groups[number]]
-            if differing:
-                first = next(iter(found))
-                plan.problems.append(
-                    f"group {number} of the job contains {found[first]} and {name}, which are in groups {first} and"
-                    f" {group} of the checkpoint: {', '.join(differing)} differ"
-                )
-
-
-def _differing(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
-    return [key for key in sorted({*one, *two}) if key not in ("name", "params") and one.get(key) != two.get(key)]

@@ -7,7 +7,7 @@ names and keys of DeepSpeed and the Hugging Face Trainer, where other loaders lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ from ucp.core.checkpoint import WEIGHT, Atom, Checkpoint, Extras, Note, Paramete
 from ucp.core.dtypes import BY_NAME, DType
 from ucp.core.region import Region
 from ucp.errors import InconsistentError, UsageError
-from ucp.formats.deepspeed.experts import expert_number
 from ucp.formats.deepspeed.step_files import model_file_name, optimizer_file_name
-from ucp.training.collect import ParameterInfo, RankState
+from ucp.training.collect import RankState
 from ucp.training.live_job import LiveJob, dtype_of, updates_counted
 from ucp.training.training_state import (
     COUNTERS,
@@ -48,20 +47,16 @@ def collect_training_state(job: LiveJob, client_state: dict[str, Any]) -> dict[s
 def _engine_state(job: LiveJob) -> dict[str, Any]:
     engine = job.engine
     scaler = live_scaler(engine.optimizer)
-    fields = {} if scaler is None else {name: getattr(scaler, name) for name in _scaler_fields(scaler)}
+    fields = [name for name in (*SCALER_FIELDS, "min_loss_scale", "dynamic", "dtype") if hasattr(scaler, name)]
     return {
         "counters": {name: int(getattr(engine, name)) for name in COUNTERS},
         "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
         "config": getattr(engine._config, "_param_dict", None),
-        "scaler": fields,
+        "scaler": {name: getattr(scaler, name) for name in fields},
         "scaler_class": "" if scaler is None else type(scaler).__qualname__,
         "scaler_module": "" if scaler is None else type(scaler).__module__,
         "optimizer": type(engine.optimizer).__name__,
     }
-
-
-def _scaler_fields(scaler: Any) -> list[str]:
-    return [name for name in (*SCALER_FIELDS, "min_loss_scale", "dynamic", "dtype") if hasattr(scaler, name)]
 
 
 def build_trees(
@@ -87,8 +82,13 @@ def _engine_trees(job: LiveJob, state: dict[str, Any], keep: TensorKeeper, notes
     import deepspeed
 
     model = model_file_name(state["mp"])
+    try:
+        scheduler = to_inert(state["scheduler"], f"{model}/lr_scheduler", keep)
+    except UsageError as error:
+        scheduler = None
+        notes.append(Note("scheduler-lost", f"the state of the LR scheduler was not saved: {error.what}"))
     tree: dict[str, Any] = {
-        "lr_scheduler": _scheduler(state["scheduler"], model, keep, notes),
+        "lr_scheduler": scheduler,
         **state["counters"],
         "dp_world_size": job.mesh.dp,
         "mp_world_size": job.mesh.tp * job.mesh.pp,
@@ -108,14 +108,6 @@ def _engine_trees(job: LiveJob, state: dict[str, Any], keep: TensorKeeper, notes
     return trees
 
 
-def _scheduler(state: Any, where: str, keep: TensorKeeper, notes: list[Note]) -> Any:
-    try:
-        return to_inert(state, f"{where}/lr_scheduler", keep)
-    except UsageError as error:
-        notes.append(Note("scheduler-lost", f"the state of the LR scheduler was not saved: {error.what}"))
-        return None
-
-
 def _plain(value: Any) -> Any:
     """A configuration as plain data; objects in it become text."""
     if isinstance(value, dict):
@@ -130,7 +122,7 @@ class RankSummary:
     """What one rank sends to rank 0."""
 
     fragments: list[tuple[str, str, str, Shape, Region]]  # name, kind, dtype, shape, region
-    parameters: list[ParameterInfo]
+    parameters: list[Parameter]
     groups: list[tuple[dict[str, Any], list[str]]]  # hyper-parameters, names
     rank: Rank
     state: dict[str, Any]  # see `collect_training_state`
@@ -172,7 +164,6 @@ def build_index(
         parameters = _parameters(ranks)
         _atoms(ranks, parameters)
         notes.extend(_drop_rank_local_numbers(ranks, parameters))
-    groups = _groups(ranks)
     tensors: dict[str, Any] = {}
 
     def keep(name: str, tensor: Any) -> Atom:
@@ -180,48 +171,33 @@ def build_index(
         return Atom(name, "extra", tuple(tensor.shape), dtype_of(tensor), ())
 
     trees, step = build_trees(job, [summary.state for summary in summaries], keep, notes)
-    return (
-        Checkpoint(
-            "deepspeed" if job.is_deepspeed else "torch",
-            path,
-            job.mesh,
-            parameters,
-            framework=_framework(job),
-            step=steps_counted(job) if step is None else step,
-            groups=groups,
-            extras=Extras(trees),
-            notes=notes,
-            details={"dtype": _model_dtype(parameters).name, "live": job.description},
-        ),
-        tensors,
+    checkpoint = Checkpoint(
+        "deepspeed" if job.is_deepspeed else "torch",
+        path,
+        job.mesh,
+        parameters,
+        framework=_framework(job),
+        step=steps_counted(job) if step is None else step,
+        groups=_groups(ranks),
+        extras=Extras(trees),
+        notes=notes,
+        details={"dtype": _model_dtype(parameters).name, "live": job.description},
     )
+    return checkpoint, tensors
 
 
 def _parameters(ranks: Sequence[RankSummary]) -> dict[str, Parameter]:
     """Every parameter, in the order of the pipeline stages."""
     parameters: dict[str, Parameter] = {}
     for rank in ranks:
-        for info in rank.parameters:
-            known = parameters.get(info.name)
-            if known is None:
-                parameters[info.name] = Parameter(
-                    info.name,
-                    info.shape,
-                    info.role,
-                    rule=info.rule,
-                    rule_origin=info.rule_origin,
-                    padded_shape=info.padded_shape,
-                    group=info.group,
-                    aliases=info.aliases,
-                    stages=(info.stage,),
-                    expert=expert_number(info.name) if info.expert else None,
-                )
-            elif known.shape != info.shape:
+        for parameter in rank.parameters:
+            known = parameters.setdefault(parameter.name, replace(parameter, atoms={}))
+            if known.shape != parameter.shape:
                 raise InconsistentError(
-                    f"parameter {info.name} has shape {list(known.shape)} on one rank and {list(info.shape)} on another"
+                    f"parameter {known.name} has shape {list(known.shape)} on one rank and {list(parameter.shape)} on"
+                    " another"
                 )
-            elif info.stage not in known.stages:
-                known.stages = (*known.stages, info.stage)
+            known.stages = tuple(dict.fromkeys((*known.stages, *parameter.stages)))
     return parameters
 
 

@@ -21,16 +21,13 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import xxhash
 
 from ucp import settings
-from ucp.core.dtypes import DType
 from ucp.errors import IntegrityError, StorageError, UsageError
 from ucp.formats.store.generations import (
     GenerationLease,
@@ -63,6 +60,7 @@ from ucp.formats.store.store_layout import (
     seal_of,
 )
 from ucp.storage.local import sync, write_all
+from ucp.training.live_job import local_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -267,9 +265,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _free_slot(self) -> int | None:
@@ -359,24 +355,22 @@ class LoadedGeneration(Mapping[tuple[str, str], "np.ndarray[Any, Any]"]):
 
     def array(self, name: str, kind: str) -> np.ndarray[Any, Any]:
         """One atom as a numpy array on the map; as unsigned integers if numpy lacks the type (bfloat16)."""
-        number = self._number(name, kind)
-        entry = self._layout.schema.entries[number]
-        at, count = self._layout.atom_at(self._header.slot, number), prod(entry.shape)
-        if not count:
-            return np.empty(entry.shape, _numpy_type(entry.dtype))
-        return np.frombuffer(self._map, _numpy_type(entry.dtype), count, at).reshape(entry.shape)
+        raw, entry = self._raw(name, kind)
+        try:
+            dtype = np.dtype(entry.dtype.name)
+        except TypeError:
+            dtype = np.dtype(f"u{entry.dtype.itemsize}")
+        return raw.view(dtype).reshape(entry.shape)
 
     def tensor(self, name: str, kind: str) -> torch.Tensor:
         """One atom as a torch tensor on the map."""
         import torch
 
-        number = self._number(name, kind)
-        entry = self._layout.schema.entries[number]
-        at, count = self._layout.atom_at(self._header.slot, number), prod(entry.shape)
+        raw, entry = self._raw(name, kind)
         dtype = getattr(torch, entry.dtype.name)
-        if not count:
-            return torch.empty(entry.shape, dtype=dtype)
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=at).view(entry.shape)
+        return (
+            torch.from_numpy(raw).view(dtype).view(entry.shape) if len(raw) else torch.empty(entry.shape, dtype=dtype)
+        )
 
     def atom_step(self, name: str, kind: str) -> int:
         """The step of one atom."""
@@ -399,12 +393,13 @@ class LoadedGeneration(Mapping[tuple[str, str], "np.ndarray[Any, Any]"]):
             raise UsageError(f"{self.path}: does not contain {name}, {kind}")
         return number
 
-
-def _numpy_type(dtype: DType) -> np.dtype[Any]:
-    try:
-        return np.dtype(dtype.name)
-    except TypeError:
-        return np.dtype(f"u{dtype.itemsize}")
+    def _raw(self, name: str, kind: str) -> tuple[ByteArray, StoreEntry]:
+        number = self._number(name, kind)
+        entry = self._layout.schema.entries[number]
+        at = self._layout.atom_at(self._header.slot, number)
+        # An empty array must not be on the map, whose end may be its offset.
+        raw = np.frombuffer(self._map, np.uint8, entry.nbytes, at) if entry.nbytes else np.empty(0, np.uint8)
+        return raw, entry
 
 
 # memory ---------------------------------------------------------------------------------------------------------------
@@ -491,7 +486,7 @@ def tensor_blocks(tensor: Any, entry: StoreEntry) -> Iterator[ByteArray]:
     else:
         name = str(tensor.dtype).removeprefix("torch.")
         fits = tuple(tensor.shape) == entry.shape and name == entry.dtype.name
-        flat = tensor.reshape(-1) if isinstance(tensor, np.ndarray) else _flat(tensor)
+        flat = tensor.reshape(-1) if isinstance(tensor, np.ndarray) else local_tensor(tensor).reshape(-1)
     if not fits:
         given = f"{tensor.dtype} {list(tensor.shape)}" if hasattr(tensor, "dtype") else f"{len(flat)} bytes"
         raise UsageError(
@@ -501,11 +496,6 @@ def tensor_blocks(tensor: Any, entry: StoreEntry) -> Iterator[ByteArray]:
     count = max(1, settings.SLAB_BYTES // itemsize)
     for start in range(0, len(flat), count):
         yield _as_bytes(flat[start : start + count])
-
-
-def _flat(tensor: Any) -> Any:
-    local = tensor.detach()
-    return getattr(local, "_local_tensor", local).reshape(-1)
 
 
 def _as_bytes(block: Any) -> ByteArray:

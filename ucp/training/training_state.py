@@ -75,8 +75,12 @@ def find_training_state(source: Checkpoint, job: LiveJob, rank: int, world: int)
     model = models.get(mp_rank if same_model else 0) or next(iter(models.values()), None)
     optims = [trees[name] for _, name in sorted(names.optim.items())]
     if isinstance(model, dict):
-        _read_model(found, source, model)
-        _read_scaler(found, model, optims)
+        found.counters = {key: model[key] for key in COUNTERS if type(model.get(key)) is int}
+        if isinstance(model.get("lr_scheduler"), dict):
+            found.scheduler = _live_tree(found, source, model["lr_scheduler"], "lr_scheduler")
+        client = {key: value for key, value in model.items() if key not in DEEPSPEED_RESERVED_KEYS}
+        found.client_state = _live_tree(found, source, client, "client_state")
+        found.scaler = _scaler_fields(model, optims)
     elif isinstance(trees.get(STATE_TREE), dict):
         tree = trees[STATE_TREE]
         if isinstance(tree.get("client_state"), dict):
@@ -84,26 +88,18 @@ def find_training_state(source: Checkpoint, job: LiveJob, rank: int, world: int)
     else:
         rest = {name: tree for name, tree in trees.items() if not _RNG_NAME.fullmatch(name)}
         found.client_state = _live_tree(found, source, rest, "extras")
-        _read_schedule(found, source)
-    _read_rng(found, source, trees, rank, world, job)
+        schedule = find_scheduler_state(found.client_state)  # saved under any key
+        if schedule is not None:
+            found.scheduler = complete_scheduler_state(schedule[1], [group.hyper.get("lr") for group in source.groups])
+    numbered = {int(m[1] or 0): tree for name, tree in trees.items() if (m := _RNG_NAME.fullmatch(name))}
+    old, new = (source.mesh.tp, source.mesh.pp, source.mesh.dp), (job.mesh.tp, job.mesh.pp, job.mesh.dp)
+    if numbered and (len(numbered) != world or old != new):
+        found.not_restored.append(
+            f"random generators: saved for {len(numbered)} ranks ({source.mesh}), this job has {world} ({job.mesh})"
+        )
+    elif numbered:
+        found.rng = _live_tree(found, source, numbered[rank], "random generators")
     return found
-
-
-def _read_model(found: TrainingState, source: Checkpoint, model: Mapping[str, Any]) -> None:
-    for key in COUNTERS:
-        if type(model.get(key)) is int:
-            found.counters[key] = model[key]
-    if isinstance(model.get("lr_scheduler"), dict):
-        found.scheduler = _live_tree(found, source, model["lr_scheduler"], "lr_scheduler")
-    client = {key: value for key, value in model.items() if key not in DEEPSPEED_RESERVED_KEYS}
-    found.client_state = _live_tree(found, source, client, "client_state")
-
-
-def _read_schedule(found: TrainingState, source: Checkpoint) -> None:
-    """Find the LR scheduler in the state of a torch job, which may be saved under any key."""
-    schedule = find_scheduler_state(found.client_state)
-    if schedule is not None:
-        found.scheduler = complete_scheduler_state(schedule[1], [group.hyper.get("lr") for group in source.groups])
 
 
 def _live_tree(found: TrainingState, source: Checkpoint, tree: Any, path: str) -> dict[str, Any]:
@@ -111,42 +107,19 @@ def _live_tree(found: TrainingState, source: Checkpoint, tree: Any, path: str) -
     return live if live is not NOT_RESTORED and isinstance(live, dict) else {}
 
 
-def _read_scaler(found: TrainingState, model: Mapping[str, Any], optims: list[Any]) -> None:
-    """Read the loss scaler's fields: an object in ZeRO's files, plain entries of the optimizer without ZeRO."""
-    for optim in optims[:1]:
-        inner = optim.get("optimizer_state_dict") if isinstance(optim, dict) else None
-        scaler = inner.get("loss_scaler") if isinstance(inner, dict) else None
-        if isinstance(scaler, Inert):
-            found.scaler = _numbers({name: scaler.get(name) for name in SCALER_FIELDS})
-            found.scaler["dynamic_loss_scale"] = bool(scaler.get("dynamic"))
-            return
+def _scaler_fields(model: Mapping[str, Any], optims: list[Any]) -> dict[str, Any]:
+    """The loss scaler's fields: those of an object in ZeRO's files, or plain entries of the optimizer without ZeRO."""
+    inner = optims[0].get("optimizer_state_dict") if optims and isinstance(optims[0], dict) else None
+    scaler = inner.get("loss_scaler") if isinstance(inner, dict) else None
     fields = model.get("optimizer")
-    if isinstance(fields, dict):
-        found.scaler = _numbers(
-            {**{n: fields.get(n) for n in SCALER_FIELDS}, "min_scale": fields.get("min_loss_scale")}
-        )
-
-
-def _numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if isinstance(value, (bool, int, float))}
-
-
-def _read_rng(
-    found: TrainingState, source: Checkpoint, trees: Mapping[str, Any], rank: int, world: int, job: LiveJob
-) -> None:
-    numbered = {int(m[1] or 0): tree for name, tree in trees.items() if (m := _RNG_NAME.fullmatch(name))}
-    if not numbered:
-        return
-    old, new = (source.mesh.tp, source.mesh.pp, source.mesh.dp), (job.mesh.tp, job.mesh.pp, job.mesh.dp)
-    if len(numbered) != world or old != new:
-        found.not_restored.append(
-            f"random generators: saved for {len(numbered)} ranks ({source.mesh}), this job has {world} ({job.mesh})"
-        )
-        return
-    found.rng = _live_tree(found, source, numbered[rank], "random generators")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
+    if isinstance(scaler, Inert):
+        found = {name: scaler.get(name) for name in SCALER_FIELDS}
+        found["dynamic_loss_scale"] = bool(scaler.get("dynamic"))
+    elif isinstance(fields, dict):
+        found = {**{name: fields.get(name) for name in SCALER_FIELDS}, "min_scale": fields.get("min_loss_scale")}
+    else:
+        return {}
+    return {name: value for name, value in found.items() if isinstance(value, (bool, int, float))}
 
 
 def apply_training_state(state: TrainingState, source: Checkpoint, job: LiveJob) -> list[str]:
@@ -171,26 +144,22 @@ def _apply_engine(state: TrainingState, source: Checkpoint, job: LiveJob, not_re
             engine.global_samples = counters["global_steps"] * engine.train_batch_size()
         else:
             not_restored.append(f"{name}: not in the checkpoint")
-    if engine.lr_scheduler is not None:
-        _apply_scheduler(engine.lr_scheduler, state.scheduler, not_restored)
-    _apply_scaler(engine.optimizer, state.scaler, not_restored)
-
-
-def _apply_scheduler(scheduler: Any, state: dict[str, Any] | None, not_restored: list[str]) -> None:
-    if not state:
+    scheduler = engine.lr_scheduler
+    if scheduler is not None and not state.scheduler:
         not_restored.append("LR scheduler: not in the checkpoint")
-        return
-    try:
-        scheduler.load_state_dict(state)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        not_restored.append(f"LR scheduler: {type(scheduler).__name__} does not accept the stored state: {error!r}")
+    elif scheduler is not None:
+        try:
+            scheduler.load_state_dict(state.scheduler)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            not_restored.append(f"LR scheduler: {type(scheduler).__name__} does not accept the stored state: {error!r}")
+    _apply_scaler(engine.optimizer, state.scaler, not_restored)
 
 
 def _apply_scaler(optimizer: Any, fields: Mapping[str, Any], not_restored: list[str]) -> None:
     scaler = live_scaler(optimizer)
     if scaler is None:
         return
-    dynamic = scaler_is_dynamic(scaler)
+    dynamic = bool(getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)))
     if not fields:
         if dynamic:
             not_restored.append("loss scaler: not in the checkpoint")
@@ -211,10 +180,6 @@ def live_scaler(optimizer: Any) -> Any:
     if scaler is not None and hasattr(scaler, "cur_scale"):
         return scaler
     return getattr(optimizer, "loss_scale_config", None)
-
-
-def scaler_is_dynamic(scaler: Any) -> bool:
-    return bool(getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)))
 
 
 def current_rng() -> dict[str, Any]:
@@ -250,17 +215,12 @@ def _apply_rng(rng: Mapping[str, Any], not_restored: list[str]) -> None:
         not_restored.append(f"random generators: {error}")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Inert and live values
+# Inert and live values ------------------------------------------------------------------------------------------------
 
 _ATOMIC: Final = (bool, int, float, complex, str, bytes)
 
 
-class NotRestored:
-    """Placeholder for a value that cannot be restored."""
-
-
-NOT_RESTORED: Final = NotRestored()
+NOT_RESTORED: Final = object()  # placeholder for a value that cannot be restored
 
 
 def to_live(value: Any, root: Path, path: str, not_restored: list[str]) -> Any:
@@ -301,14 +261,10 @@ def to_live(value: Any, root: Path, path: str, not_restored: list[str]) -> Any:
     except UcpError as error:
         not_restored.append(f"{path}: {error.what}")
         return NOT_RESTORED
-    not_restored.append(f"{path}: {_describe_value(value)} is not plain data")
+    what = f"an object of {value.path}" if isinstance(value, Inert) else f"a {type(value).__name__}"
+    what = f"the class {class_path(value)}" if is_class(value) else what
+    not_restored.append(f"{path}: {what} is not plain data")
     return NOT_RESTORED
-
-
-def _describe_value(value: Any) -> str:
-    if is_class(value):
-        return f"the class {class_path(value)}"
-    return f"an object of {value.path}" if isinstance(value, Inert) else f"a {type(value).__name__}"
 
 
 def to_inert(value: Any, path: str, keep_tensor: Callable[[str, Any], Atom]) -> Any:

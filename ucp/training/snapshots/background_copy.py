@@ -205,8 +205,6 @@ class SnapshotTimings:
             self.stall_seconds += copier.stall_seconds
             self.late_bytes += copier.trainer_bytes
 
-    # ------------------------------------------------------------------------------------------------------------------
-
     def deadline(self, item: TensorCopy) -> float:
         if item.keys is ANY_UPDATE:
             return min(self.deadlines.values(), default=0.0)

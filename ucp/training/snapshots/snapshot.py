@@ -31,19 +31,21 @@ from ucp.training.snapshots.background_copy import (
     SnapshotTimings,
     TensorCopy,
     Throttle,
-    UpdateOwners,
     schedule_json,
 )
 from ucp.training.snapshots.copy_schedule import assign_parts, smoothed
-from ucp.training.snapshots.snapshot_layout import (
+from ucp.training.snapshots.snapshot_writer import (
     ClientState,
     JobInspector,
     JobView,
+    SnapshotFolder,
     SnapshotLayout,
+    SnapshotSaver,
     current_groups,
+    make_layout,
+    prepare_write,
     same_layout,
 )
-from ucp.training.snapshots.snapshot_writer import SnapshotFolder, SnapshotSaver, make_layout, prepare_write
 
 if TYPE_CHECKING:
     import torch
@@ -130,11 +132,10 @@ class SnapshotRun:
 
         items: list[TensorCopy] = []
         copied_now = 0
-        finder: list[UpdateOwners] = []
         for number in numbers:
             fragment = view.fragments[number]
             live = fragment.tensor
-            can_wait, keys = view.owner_of(number, finder)
+            can_wait, keys = view.owner_of(number)
             nbytes = live.numel() * live.element_size()
             on_cpu = live.device.type == "cpu"
             if can_wait and nbytes >= settings.SNAPSHOT_SMALL_BYTES and on_cpu:
