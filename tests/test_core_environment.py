@@ -9,7 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
+import ucp
 from scripts.core_env import make_core_environment
 from tests.names.small_models import LLAMA, llama_shapes, numbers, write_weights
 from tests.paths import FIXTURES
@@ -135,6 +137,25 @@ except ucp.UsageError as error:
     assert "universal-checkpoint[torch]" in str(error)
 """
     subprocess.run([environment / "python", "-W", "error", "-c", code], cwd=tmp_path, env=clean(), check=True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["inspect run --log run", "convert run out --log run", "verify run --log run", "merge run out", "shadow --log run"],
+)
+def test_a_command_that_needs_torch_names_the_extra(environment: Path, tmp_path: Path, command: str) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    with ucp.record(tmp_path / "run", model, optimizer):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    words = [*command.split(), *(["--listen", "127.0.0.1:0"] if "shadow" in command else [])]
+    done = subprocess.run(
+        [environment / "ucp", *words], cwd=tmp_path, env=clean(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "needs torch, which is not installed\n  → pip install 'universal-checkpoint[torch]'" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_metadata(environment: Path, tmp_path: Path) -> None:

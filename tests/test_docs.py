@@ -22,6 +22,7 @@ from ucp.formats.sharded.rule_files import parse_rules, preset_names
 DOCS = PROJECT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = {page.relative_to(DOCS).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
+LANGUAGES = {"bash", "console", "python", "text", "toml", "yaml"}
 TEXTS["README.md"] = (PROJECT / "README.md").read_text(encoding="utf-8")
 
 
@@ -56,6 +57,11 @@ def test_examples_in_ranks(name: str, tmp_path: Path) -> None:
 def run_examples(name: str, folder: Path, *, ranks: bool) -> None:
     set_up(TEXTS[name], folder)
     assert check(TEXTS[name], folder, as_processes=name == "README.md", ranks=ranks) > 0
+
+
+def test_no_block_is_in_a_language_that_no_test_reads() -> None:
+    for name, text in TEXTS.items():
+        assert set(re.findall(r"^ *```(\w+)$", text, re.MULTILINE)) <= LANGUAGES, name
 
 
 @pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if "```bash" in text])

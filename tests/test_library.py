@@ -145,7 +145,9 @@ def test_without_torch_there_are_numpy_arrays(ckpt: ucp.OpenCheckpoint, monkeypa
     monkeypatch.setitem(sys.modules, "torch", None)
     assert ckpt.state_dict(as_torch=False)["pos.weight"].dtype == np.float32
     for wants_torch in (ckpt.state_dict, lambda: ckpt.read("pos.weight", as_torch=True)):
-        with pytest.raises(ucp.UsageError, match=r"torch is not installed\n.*universal-checkpoint\[torch\]"):
+        with pytest.raises(
+            ucp.UsageError, match=r"needs torch, which is not installed\n.*universal-checkpoint\[torch\]"
+        ):
             wants_torch()
 
 

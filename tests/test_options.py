@@ -17,7 +17,16 @@ from tests.paths import PROJECT
 from ucp.api import read_options
 from ucp.cli.main import cli
 from ucp.errors import UsageError
-from ucp.options import ConvertOptions, declared, parse_size
+from ucp.options import (
+    ConvertOptions,
+    DiffOptions,
+    OpenOptions,
+    PageOptions,
+    PlanOptions,
+    VerifyOptions,
+    declared,
+    parse_size,
+)
 
 CHECKPOINT = PROJECT / "fixtures" / "z1_bf16_tp2_dp2"
 PIPELINE = PROJECT / "fixtures" / "pp2_z1_bf16_tied_dp2"
@@ -80,6 +89,26 @@ def test_results_have_a_short_repr(tmp_path: Path) -> None:
 def test_wrong_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'shart'; did you mean 'shard'\?"):
         ucp.convert(CHECKPOINT, tmp_path / "out", shart=(1, 2))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "function, declaration",
+    [
+        (ucp.open, OpenOptions),
+        (ucp.plan, PlanOptions),
+        (ucp.convert, ConvertOptions),
+        (ucp.verify, VerifyOptions),
+        (ucp.diff, DiffOptions),
+        (ucp.report, PageOptions),
+    ],
+)
+def test_signatures_and_declarations_agree(function: Any, declaration: type) -> None:
+    parameters = signature(function).parameters.values()
+    shown = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    assert shown | {"progress": None} == {
+        "progress": None,
+        **{name: option.default for name, option in declared(declaration).items()},
+    }
 
 
 def test_signatures_show_every_option() -> None:

@@ -84,6 +84,18 @@ def storage_errors(path: object, problem: str = "cannot be read", *, hint: str |
         raise StorageError(f"{error.filename or path}: {problem}: {error.strerror}", hint=hint) from error
 
 
+def require_torch(purpose: str, alternative: str = "") -> None:
+    """Refuse `purpose` if torch, which is an extra, is not installed; `alternative` works without it."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        install = "pip install 'universal-checkpoint[torch]'"
+        raise UsageError(
+            f"{purpose} needs torch, which is not installed",
+            hint=f"{install}; {alternative}" if alternative else install,
+        ) from None
+
+
 def first_few(names: Sequence[str], limit: int = 3, separator: str = ", ") -> str:
     """The first `limit` names of a list, for a message: `a, b, c and 4 more`."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""

@@ -11,7 +11,7 @@ from ucp.core.checkpoint import WEIGHT, Atom, Checkpoint, Extras, Parameter
 from ucp.core.dtypes import DType, parse_dtype
 from ucp.core.notebook import html_table
 from ucp.core.selection import Selection, select
-from ucp.errors import UsageError
+from ucp.errors import UsageError, require_torch
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,7 +79,7 @@ class OpenCheckpoint(Mapping[str, "ParameterView"]):
         atoms = self._atoms(kind, floating_dtype(dtype))
         if not as_torch:
             return StateDict(self.index, atoms, read_array)
-        require_torch("as_torch=False returns numpy arrays")
+        require_torch("a state dict of tensors", "as_torch=False returns numpy arrays")
         return StateDict(self.index, atoms, read_tensor)
 
     def _atoms(self, kind: str, dtype: DType | None) -> dict[str, Atom]:
@@ -156,7 +156,7 @@ class ParameterView:
         if not isinstance(rows, slice | None):
             raise UsageError(f"rows={rows!r} is not a slice", hint="write rows=slice(first, last + 1)")
         if as_torch:
-            require_torch("as_torch=False returns a numpy array")
+            require_torch("as_torch=True", "as_torch=False returns a numpy array")
             return read_tensor(self._index.root, atom, rows, self._index.computed)
         return read_array(self._index.root, atom, rows, self._index.computed)
 
@@ -211,16 +211,6 @@ def floating_dtype(dtype: str | DType | torch.dtype | None) -> DType | None:
     if parsed is None or parsed.family != "float":
         raise UsageError(f"{dtype!r} is not a floating-point dtype", hint="use fp32, bf16, fp16 or fp64")
     return parsed
-
-
-def require_torch(alternative: str) -> None:
-    """Refuse to make tensors if torch is not installed; `alternative` is what works without it."""
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise UsageError(
-            "torch is not installed", hint=f"pip install 'universal-checkpoint[torch]'; {alternative}"
-        ) from None
 
 
 def _shape(sized: Parameter | Atom) -> str:

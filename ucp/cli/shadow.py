@@ -15,7 +15,7 @@ import click
 from ucp.api import read_options
 from ucp.cli.output import FILE, PATH, add_options, format_bytes, json_option, parse_shard
 from ucp.engine.work_shard import WorkShard
-from ucp.errors import InconsistentError, UcpError, UsageError
+from ucp.errors import InconsistentError, UcpError, UsageError, require_torch
 from ucp.formats.registry import ReadOptions, WriteOptions, make_writer, open_checkpoint
 from ucp.options import ReadingOptions
 
@@ -91,6 +91,7 @@ def command(
     if save is not None and shard is not None:
         raise UsageError("one shard is not a checkpoint", hint="convert all shards: shadow://…,shadow://…")
     own_shard = {} if shard is None else {"shard": WorkShard(shard[0] - 1, shard[1])}
+    require_torch("a shadow")
     import torch
 
     from ucp.training.shadow.protocol import parse_address

@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from ucp.core.checkpoint import STEP, Checkpoint, Note
-from ucp.errors import UsageError
+from ucp.errors import UsageError, require_torch
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.base_folders import BaseCheckpoint, list_bases, usable_bases
 from ucp.log.payloads import StateDigest
@@ -306,6 +306,7 @@ def open_at(
         if step is not None or exact:
             raise UsageError("--step and --exact need a log", hint="give the log with --log, or leave them out")
         return open_checkpoint(parse_path(path), options)
+    require_torch("the state after a step of a log")
     wanted = parse_step(step)
     opened = Log.open(parse_path(log), check="tail")  # blocks are checked when they are read
     base = open_checkpoint(find_base(parse_path(path), opened, wanted), replace(options, spread=True))

@@ -18,7 +18,7 @@ from ucp.core.checkpoint import Checkpoint
 from ucp.core.findings import Finding, Level
 from ucp.core.optimizers import NON_NEGATIVE
 from ucp.engine.pool import Progress
-from ucp.errors import IntegrityError, UcpError, UsageError
+from ucp.errors import IntegrityError, UcpError, UsageError, require_torch
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.reader import Log
 from ucp.read.atom_reader import AtomReader
@@ -51,6 +51,7 @@ def verify_at(
     """
     if log is None:
         raise UsageError("--step and --exact need a log", hint="give the log with --log")
+    require_torch("the state after a step of a log")
     wanted, level = parse_step(step), Level.parse(level)
     options = replace(options, spread=True)
     with Log.open(parse_path(log), "inspect", check="all" if level is Level.DEEP else "tail") as opened:
