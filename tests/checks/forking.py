@@ -1,4 +1,4 @@
-"""Checks carried out by forked workers, with something that happens to them.
+"""Checks that forked workers run, with an incident.
 
 `python -m tests.checks.forking WHAT SRC…`: a process of its own, because pytest's has threads. Prints a line of JSON
 for every report, or the workers and how it ended.

@@ -1,4 +1,4 @@
-"""A small sharded checkpoint made by hand, right in every respect, for tests to damage."""
+"""A small handmade sharded checkpoint without any defect, for tests to damage."""
 
 from __future__ import annotations
 

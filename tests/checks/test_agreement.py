@@ -83,7 +83,7 @@ def test_findings_do_not_depend_on_how_the_work_is_split(
 
 
 def test_a_master_that_is_split_in_another_way_is_compared(tmp_path: Path) -> None:
-    """The weight of the norm as one whole, its master in two boxes of their own."""
+    """The weight of the norm whole, its master in two boxes."""
     checkpoint = make(tmp_path)
     atoms = checkpoint.parameters["norm.weight"].atoms
     fragments = []

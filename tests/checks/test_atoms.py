@@ -26,7 +26,7 @@ def virtual(tmp_path: Path) -> Path:
     return write(tmp_path, link=True)
 
 
-def test_right_atoms_have_no_findings(atoms: Path) -> None:
+def test_valid_atoms_have_no_findings(atoms: Path) -> None:
     for level in Level:
         report = verify(atoms, level)
         assert report.findings == []
@@ -34,7 +34,7 @@ def test_right_atoms_have_no_findings(atoms: Path) -> None:
     assert report.bytes_read >= sum(path.stat().st_size for path in atoms.rglob("*.safetensors"))
 
 
-def test_right_virtual_atoms_have_no_findings(virtual: Path) -> None:
+def test_valid_virtual_atoms_have_no_findings(virtual: Path) -> None:
     for level in Level:
         assert verify(virtual, level).findings == []
 
@@ -71,7 +71,7 @@ def test_a_file_of_another_size_is_named(atoms: Path) -> None:
     assert only(verify(atoms, "quick"), "manifest-files").message.endswith("bytes, not 4,436")
 
 
-def test_a_file_that_no_one_listed_is_a_warning(atoms: Path) -> None:
+def test_an_unlisted_file_is_a_warning(atoms: Path) -> None:
     (atoms / "atoms" / "stray.safetensors").write_bytes(b"x")
     report = verify(atoms, "quick")
     assert only(report, "manifest-files").severity == "warning"
@@ -94,7 +94,7 @@ def test_a_header_with_another_name_is_found(atoms: Path) -> None:
     assert "later.weight" in finding.message
 
 
-def test_a_changed_manifest_is_integrity(atoms: Path) -> None:
+def test_a_changed_manifest_is_an_integrity_error(atoms: Path) -> None:
     text = (atoms / "ucp.json").read_text()
     (atoms / "ucp.json").write_text(text.replace('"step": 3', '"step": 4'))
     report = verify(atoms, "quick")

@@ -1,4 +1,4 @@
-"""What CI systems run: the action's script, GitLab's template and the hook, carried out as they would."""
+"""What CI systems run: the action's script, GitLab's template and the hook, executed as they execute them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def environment(**given: str) -> dict[str, str]:
 
 
 def act(project: Path, folder: Path, **inputs: str) -> tuple[int, str, dict[str, str]]:
-    """Run the action's script as its last step does; gives exit code, log and outputs."""
+    """Run the action's script as its last step does; returns exit code, log and outputs."""
     (folder / "temp").mkdir(exist_ok=True)
     for name in ("output", "summary"):
         (folder / name).write_text("")
@@ -88,7 +88,7 @@ def test_inputs_of_the_action_are_never_run(project: Path, tmp_path: Path) -> No
     assert not (tmp_path / "sprung").exists()
 
 
-def test_the_action_hands_every_input_to_its_script(project: Path) -> None:
+def test_the_action_passes_every_input_to_its_script(project: Path) -> None:
     action = yaml.safe_load((project / "action.yml").read_text())
     script = (project / "ci-templates/github-verify.sh").read_text()
     install, verify = action["runs"]["steps"]
@@ -97,7 +97,7 @@ def test_the_action_hands_every_input_to_its_script(project: Path) -> None:
     assert used == set(action["inputs"])
     assert set(verify["env"]) <= set(re.findall(r"UCP_\w+", script))
     for step in action["runs"]["steps"]:
-        assert "${{" not in step["run"]  # where an input would be run as text
+        assert "${{" not in step["run"]  # if an input were run as text
     written = set(re.findall(r'echo "([\w-]+)=', script))
     assert written == set(action["outputs"])
 

@@ -1,4 +1,4 @@
-"""Real DeepSpeed checkpoints, sound and damaged: what a person sees when a copy went wrong."""
+"""Real DeepSpeed checkpoints, intact and damaged: what a user sees when a copy went wrong."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def alarms(report: Report) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_a_sound_fixture_raises_no_alarm(name: str) -> None:
+def test_an_intact_fixture_has_no_findings(name: str) -> None:
     report = verify(FIXTURES / name, "deep")
     assert alarms(report) == []
     assert report.exit_code == 0
     assert report.atoms > 0
 
 
-def test_sound_checkpoints_of_other_frameworks_raise_no_alarm() -> None:
+def test_intact_checkpoints_of_other_frameworks_have_no_findings() -> None:
     sources = variants("deepspeed", "megatron_deepspeed")
     sources += sorted(path.parent for folder in variants("huggingface") for path in folder.rglob("latest"))
     found = {str(source): alarms(verify(source, "deep")) for source in sources}
@@ -64,7 +64,7 @@ def test_sound_checkpoints_of_other_frameworks_raise_no_alarm() -> None:
     assert {source: texts for source, texts in found.items() if texts} == {}
 
 
-def test_sound_atoms_of_a_fixture_raise_no_alarm(tmp_path: Path) -> None:
+def test_intact_atoms_of_a_fixture_have_no_findings(tmp_path: Path) -> None:
     convert(FIXTURES / "z1_bf16_tp2_dp2", tmp_path / "atoms")
     convert(FIXTURES / "z1_bf16_tp2_dp2", tmp_path / "view", link=True)
     for folder in ("atoms", "view"):
@@ -94,7 +94,7 @@ def test_a_missing_rank_file_is_named(copy, name: str, file: str) -> None:
     assert report.exit_code == 1
 
 
-def test_optimizer_files_that_are_all_gone_are_missed(copy) -> None:
+def test_missing_optimizer_files_of_all_ranks_are_reported(copy) -> None:
     folder = copy("z1_bf16_dp2")
     for path in (folder / STEP).glob("*optim_states.pt"):
         path.unlink()
@@ -103,7 +103,7 @@ def test_optimizer_files_that_are_all_gone_are_missed(copy) -> None:
     assert errors(report, "grid"), alarms(report)
 
 
-def test_the_only_optimizer_file_is_missed(copy) -> None:
+def test_a_missing_only_optimizer_file_is_reported(copy) -> None:
     folder = copy("pp2_tp2_z1_bf16_untied_dp1")
     for path in (folder / STEP).glob("*optim_states.pt"):
         path.unlink()
@@ -113,7 +113,7 @@ def test_the_only_optimizer_file_is_missed(copy) -> None:
     assert report.exit_code == 1
 
 
-def test_what_all_megatron_ranks_share_is_missed(corpus: Path, tmp_path: Path) -> None:
+def test_a_missing_file_of_all_megatron_ranks_is_reported(corpus: Path, tmp_path: Path) -> None:
     shutil.copytree(corpus / "megatron/moegg_ep2_torchdist", tmp_path / "m")
     folder = tmp_path / "m/iter_0000002"
     folder.chmod(0o755)
@@ -122,7 +122,7 @@ def test_what_all_megatron_ranks_share_is_missed(corpus: Path, tmp_path: Path) -
     assert finding.file == "common.pt"
 
 
-def test_files_of_megatrons_distributed_optimizer_that_are_all_gone_are_missed(corpus: Path, tmp_path: Path) -> None:
+def test_missing_files_of_megatrons_distributed_optimizer_are_reported(corpus: Path, tmp_path: Path) -> None:
     shutil.copytree(corpus / "megatron/llama_tp2_dp2_do_torch", tmp_path / "m")
     for file in (tmp_path / "m").rglob("distrib_optim.pt"):
         file.parent.chmod(0o755)
@@ -220,7 +220,7 @@ def test_a_flipped_bit_of_a_moment_is_found_by_its_crc_alone(copy) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 100, 5000])
-def test_a_truncated_file_is_integrity(copy, cut: int) -> None:
+def test_a_truncated_file_is_an_integrity_error(copy, cut: int) -> None:
     folder = copy("z1_bf16_dp2")
     path = folder / STEP / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     os.truncate(path, path.stat().st_size - cut)
@@ -230,7 +230,7 @@ def test_a_truncated_file_is_integrity(copy, cut: int) -> None:
     assert path.name in report.findings[0].message
 
 
-def test_only_files_of_the_checkpoint_that_is_meant_are_diagnosed(copy, tmp_path: Path) -> None:
+def test_only_files_of_the_requested_checkpoint_are_diagnosed(copy, tmp_path: Path) -> None:
     """Neither other steps of a save folder, nor the neighbours of a path that does not exist or is not a checkpoint."""
     folder = copy("z1_bf16_dp2")
     shutil.copytree(folder / STEP, folder / "global_step1")
@@ -251,7 +251,7 @@ def test_only_files_of_the_checkpoint_that_is_meant_are_diagnosed(copy, tmp_path
     assert verify(tmp_path / "plain", "deep").bytes_read == 0
 
 
-def test_where_files_are_and_which_checks_ran(copy, tmp_path: Path) -> None:
+def test_the_report_lists_the_root_and_the_checks_that_ran(copy, tmp_path: Path) -> None:
     """A report has the root of the files in its findings, and only the checks that ran."""
     folder = copy("z1_bf16_dp2")
     (tmp_path / "out").mkdir()
@@ -284,7 +284,7 @@ def test_a_path_without_status_is_an_io_error(copy, monkeypatch: pytest.MonkeyPa
     assert [finding.message for finding in report.findings] == [f"{folder}: cannot be read: Permission denied"]
 
 
-def test_a_damaged_pickle_is_blamed_on_its_bytes(copy) -> None:
+def test_a_damaged_pickle_is_reported_as_damaged_bytes(copy) -> None:
     """Whatever a flipped bit turns the pickle into, the CRC shows the damage."""
     folder = copy("z1_bf16_dp2")
     path = folder / STEP / "mp_rank_00_model_states.pt"
@@ -351,20 +351,20 @@ def test_a_pickle_that_runs_something_is_unsafe(copy, tmp_path: Path) -> None:
     assert errors(report, "readable")
 
 
-def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_checkpoint(tmp_path: Path) -> None:
     report = verify(tmp_path)
     assert [finding.check for finding in report.findings] == ["readable"]
     assert report.exit_code == 3
 
 
-def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
     report = verify(tmp_path / "nothing", "deep")
     assert report.exit_code == 5
     assert "no such file" in report.findings[0].message
 
 
 def verify_index(folder: Path):
-    """The index of a sound checkpoint, to find a place that is worth damaging."""
+    """The index of an intact checkpoint, to find bytes that are worth damaging."""
     from ucp.formats.registry import open_checkpoint
 
     return open_checkpoint(folder, ReadOptions())
@@ -387,7 +387,7 @@ def test_outlines_used_by_quick_agree_with_the_fragments(name: str) -> None:
 
 
 def test_quick_locates_every_tensor(copy) -> None:
-    """A rank's file that has the right pickle, but not the storages that it speaks of."""
+    """A rank's file with the right pickle, but without the storages that it refers to."""
     folder = copy("z3_fp32_dp3")
     path = folder / STEP / "zero_pp_rank_2_mp_rank_00_optim_states.pt"
     with zipfile.ZipFile(path) as sound:

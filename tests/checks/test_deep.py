@@ -27,7 +27,7 @@ FILE = "rank0.pt"
 
 @dataclass
 class Saved:
-    """A torch file with one storage a kind: `p` in its first 40 elements, 8 of padding after it."""
+    """A torch file with one storage per kind: `p` in its first 40 elements, followed by 8 of padding."""
 
     checkpoint: Checkpoint
     archive: TorchFile
@@ -112,7 +112,7 @@ def test_a_single_crc_of_zero_is_damage(root: Path) -> None:
     in_directory = data.rindex(entry.crc.to_bytes(4, "little"))
     saved.path.write_bytes(data[:in_directory] + bytes(4) + data[in_directory + 4 :])
     findings = verify(saved.checkpoint, "deep").findings
-    assert [finding.check for finding in findings] == ["zip-crc", "zip-structure"]  # which sees it behind the data
+    assert [finding.check for finding in findings] == ["zip-crc", "zip-structure"]  # which finds it after the data
     assert all(finding.severity == "error" and name in finding.message for finding in findings)
 
 
@@ -159,7 +159,7 @@ def test_padding_that_is_not_zero_is_found(root: Path) -> None:
 
 
 def test_padding_of_stage_3_is_whatever_was_in_memory(root: Path) -> None:
-    """In the masters; weight decay (in the gradient, as SGD has it) takes it into the states."""
+    """In the masters; weight decay (in the gradient, as in SGD) carries it into the states."""
     values = tensors()
     values["momentum_buffer"] = values.pop("exp_avg")
     values["momentum_buffer"][44] = 2.4e-39
@@ -169,7 +169,7 @@ def test_padding_of_stage_3_is_whatever_was_in_memory(root: Path) -> None:
     assert "padding" not in {finding.check for finding in verify(checkpoint, "deep").findings}
 
 
-def test_states_that_are_never_zero_may_be_so_in_padding(root: Path) -> None:
+def test_padding_of_states_that_are_never_zero_is_not_checked(root: Path) -> None:
     """Adamax takes the largest gradient, and adds its eps even without one."""
     exp_inf = torch.full((48,), 1e-8)
     report = verify(save(root, {"exp_inf": exp_inf}).checkpoint, "deep")
@@ -186,7 +186,7 @@ def test_adafactor_adds_its_eps_in_padding_too(root: Path) -> None:
     assert "padding" not in {finding.check for finding in verify(checkpoint, "deep").findings}
 
 
-def test_a_file_that_became_shorter_is_integrity(root: Path) -> None:
+def test_a_file_that_became_shorter_is_an_integrity_error(root: Path) -> None:
     saved = save(root, tensors())
     saved.path.write_bytes(saved.path.read_bytes()[:-40])
     report = verify(saved.checkpoint, "deep")
@@ -237,7 +237,9 @@ def test_values_of_files_without_checksums_are_scanned(root: Path) -> None:
     assert (report.findings, report.bytes_read) == ([], 3 + 40 * 4 + 9 * 8)
     held |= {"mask": torch.full((8, 8), -math.inf).triu(1), "shift": torch.zeros(2)}
     save_file(held, root / "model.safetensors")
-    assert verify(root, "deep").findings == []  # it does not say what is a buffer: masks of attention are told by sight
+    assert (
+        verify(root, "deep").findings == []
+    )  # it does not mark buffers: attention masks are recognised by their values
     held["a"][31], held["b"][8] = math.nan, math.inf
     header = {
         name: {"dtype": dtype, "shape": [len(held[name])], "data_offsets": [start, stop]}

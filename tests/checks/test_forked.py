@@ -1,4 +1,4 @@
-"""Checks by workers that are processes: the same report as from threads, and nothing is left behind."""
+"""Checks by worker processes: the same report as from threads, and no process is left."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(what: str, sources: list[Path], project: Path) -> str:
         text=True,
         check=False,
         timeout=300,
-        start_new_session=True,  # a group of its own, which may be interrupted
+        start_new_session=True,  # a process group of its own, which may be interrupted
     )
     return done.stdout + done.stderr
 
@@ -51,7 +51,7 @@ def by_processes(what: str, sources: list[Path], project: Path) -> list[dict[str
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts and blocks of the sizes that the forks have."""
+    """Tasks and blocks of the sizes that the forks use."""
     for name, size in SIZES.items():
         monkeypatch.setattr(settings, name, size)
 
@@ -70,7 +70,7 @@ def damaged(source: Path, target: Path) -> Path:
                     at = start + 4 * chance.randrange(entry.size // 4)
                     wrong = chance.choice([b"\xff" * 4, b"\x80\x7f" * 2, b"\x01\x00\x80\xbf", chance.randbytes(4)])
                     data[at : at + 4] = wrong
-                data[start + entry.size - 1] ^= 0x40  # where there may be padding
+                data[start + entry.size - 1] ^= 0x40  # padding is possible here
         path.write_bytes(data)
     return target
 
@@ -146,14 +146,14 @@ def test_a_process_with_threads_does_not(project: Path, monkeypatch: pytest.Monk
         ("break a worker", "ended RuntimeError in a worker process:"),
     ],
 )
-def test_what_ends_a_worker_ends_all(project: Path, what: str, told: str) -> None:
+def test_the_failure_of_one_worker_ends_all(project: Path, what: str, told: str) -> None:
     text = run(what, [project / "fixtures" / FIXTURE], project)
     assert told in text
     assert ("ZeroDivisionError" in text) == (what == "break a worker")
     wait_until_gone(workers(text))
 
 
-def test_an_interrupt_is_the_parents_affair(project: Path) -> None:
+def test_only_the_parent_handles_an_interrupt(project: Path) -> None:
     (told,) = by_processes("interrupt a worker", [project / "fixtures" / FIXTURE], project)
     assert told["report"]["ok"]
 

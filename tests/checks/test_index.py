@@ -1,4 +1,4 @@
-"""Checks of the index alone: coverage, states, shapes, dtypes, notes. Each is failed by what it is there for."""
+"""Checks of the index alone: coverage, states, shapes, dtypes, notes. Each finds its defect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 
 @pytest.mark.parametrize("level", ["quick", "default", "deep"])
-def test_a_right_checkpoint_has_no_findings(checkpoint: Checkpoint, level: str) -> None:
+def test_a_valid_checkpoint_has_no_findings(checkpoint: Checkpoint, level: str) -> None:
     report = verify(checkpoint, level)
     assert report.findings == []
     assert report.exit_code == 0
@@ -60,7 +60,7 @@ def test_a_copy_that_overlaps_itself_is_found(checkpoint: Checkpoint) -> None:
     assert "stored more than once" in only(verify(checkpoint, "quick"), "coverage").message
 
 
-def test_a_copy_of_a_part_is_no_gap(checkpoint: Checkpoint) -> None:
+def test_a_partial_copy_is_not_a_gap(checkpoint: Checkpoint) -> None:
     atoms = checkpoint.parameters["norm.weight"].atoms
     (cover,) = atoms["master"].replicas
     atoms["master"] = replace(atoms["master"], replicas=(cover[1:],))
@@ -134,7 +134,7 @@ def test_groups_with_states_of_their_own_lack_none(checkpoint: Checkpoint) -> No
 def test_an_optimizer_that_cannot_do_without_a_moment(checkpoint: Checkpoint, kind: str) -> None:
     for parameter in checkpoint.parameters.values():
         del parameter.atoms[kind]
-    assert verify(checkpoint, "quick").findings == []  # who knows which optimizer it was
+    assert verify(checkpoint, "quick").findings == []  # the optimizer is unknown
     checkpoint.groups[0].hyper.update(betas=(0.9, 0.95), eps=1e-8)
     assert f"has {kind}, which its optimizer keeps" in only(verify(checkpoint, "quick"), "states").message
 

@@ -1,4 +1,4 @@
-"""The forms of a report: what CI services take in."""
+"""The formats of a report that CI services read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def atoms(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_command_offers_what_there_is() -> None:
+def test_the_command_offers_every_format() -> None:
     assert cli.FORMATS == FORMATS
     assert declared(VerifyOptions)["fail_on"].choices == verify_report.FAIL_ON
 
@@ -67,7 +67,7 @@ def test_github_shows_ten_of_a_check() -> None:
     assert "… 2 more of replicas" in lines
 
 
-def test_junit_has_a_case_a_check() -> None:
+def test_junit_has_one_case_per_check() -> None:
     root = ElementTree.fromstring(render(report_of(DAMAGE, ODD, TOLD), "junit"))
     suite = root.find("testsuite")
     assert suite is not None
@@ -129,7 +129,7 @@ def test_fail_on_is_the_least_severity_that_fails(fail_on: str, exit_code: int) 
     assert (report.exit_code, report.ok) == (exit_code, exit_code == 0)
 
 
-def test_errors_never_fail_when_nothing_does() -> None:
+def test_fail_on_never_lets_errors_pass() -> None:
     assert report_of(DAMAGE, policy=make_policy("never")).exit_code == 0
 
 
@@ -154,7 +154,7 @@ def test_a_baseline_excuses_what_was_there_and_nothing_else(tmp_path: Path) -> N
     assert report_of(elsewhere, policy=known).exit_code == 4
 
 
-def test_fingerprints_hold_for_the_next_step_and_tell_members_apart() -> None:
+def test_fingerprints_hold_for_the_next_step_and_distinguish_members() -> None:
     def damaged(folder: str, member: str = "data/1") -> str:
         return Finding("zip-crc", "error", "m", f"{folder}/mp_rank_00.pt", subject=member).fingerprint
 
@@ -167,7 +167,7 @@ def test_fingerprints_hold_for_the_next_step_and_tell_members_apart() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"findings": [{}]}', "\xff"])
-def test_a_file_that_is_no_baseline_is_refused(
+def test_a_file_that_is_not_a_baseline_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, atoms: Path
 ) -> None:
     path = tmp_path / "baseline.json"
@@ -203,7 +203,7 @@ def test_files_are_written_by_their_suffix(tmp_path: Path, atoms: Path, capfd: p
     assert json.loads(texts["r.sarif"])["version"] == "2.1.0"
     assert ElementTree.fromstring(texts["r.xml"]).tag == "testsuites"
     assert texts["r.txt"].startswith("error: manifest-checksums")
-    assert texts["plain"].startswith("::error ")  # what --format says
+    assert texts["plain"].startswith("::error ")  # the format that --format names
     assert capfd.readouterr().out == texts["r.txt"]
     assert run(["verify", str(atoms), "--deep", "--format", "github", "-o", str(tmp_path / "r.json")]) == 4
     assert capfd.readouterr().out == texts["plain"]

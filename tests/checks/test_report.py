@@ -91,7 +91,7 @@ def test_json_has_every_field(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert report["checked"]["parameters"] == 2
 
 
-def test_the_json_is_the_same_whatever_the_threads(tmp_path: Path) -> None:
+def test_the_json_does_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
     checkpoint = make(tmp_path / "made")
     for file in sorted(checkpoint.root.glob("*.tp1.*"))[:4]:
         flip(file, 17)

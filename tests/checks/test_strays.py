@@ -1,4 +1,4 @@
-"""The grid beyond DeepSpeed's ranks: files that nothing points at, and companions of a trainer that are gone."""
+"""The grid beyond DeepSpeed's ranks: files that nothing refers to, and missing files of a trainer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_data_files_that_no_metadata_name(project: Path, tmp_path: Path) -> None
 
 def test_shards_that_no_index_names(project: Path, tmp_path: Path) -> None:
     convert(project / "fixtures/z1_bf16_dp2", tmp_path / "hf", to="safetensors", max_shard_size=4096)
-    save_file({"other": torch.ones(2)}, tmp_path / "hf/consolidated.safetensors")  # of another name: another's affair
+    save_file({"other": torch.ones(2)}, tmp_path / "hf/consolidated.safetensors")  # of another name: not checked here
     assert strays(tmp_path / "hf") == []
     save_file({"other": torch.ones(2)}, tmp_path / "hf/model-00009-of-00009.safetensors")
     assert strays(tmp_path / "hf") == ["model-00009-of-00009.safetensors"]
@@ -99,11 +99,11 @@ def test_objects_of_old_megatron_folders() -> None:
     (finding,) = missing_objects(checkpoint)
     assert finding.file == "a._extra_state/shard_1.0_2.3.pt"
     sizes["b/shard_0_99999999999.pt"] = 1
-    assert len(list(missing_objects(checkpoint))) == 1  # no job had as many
+    assert len(list(missing_objects(checkpoint))) == 1  # no job had that many
 
 
-def test_optimizer_files_without_states_are_there(project: Path, tmp_path: Path) -> None:
-    """Of weights alone DeepSpeed's optimizer files are written, and have nothing in them."""
+def test_optimizer_files_without_states_are_not_missing(project: Path, tmp_path: Path) -> None:
+    """With weights only, DeepSpeed writes optimizer files without content."""
     convert(project / "fixtures/z1_bf16_dp2", tmp_path / "hf", to="safetensors", dtype="bf16")
     convert(tmp_path / "hf", tmp_path / "engine", to="deepspeed", zero=1, dp=2)
     assert strays(tmp_path / "engine") == []

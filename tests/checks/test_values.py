@@ -23,7 +23,7 @@ def checkpoint(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pyte
     return make(tmp_path / "made")
 
 
-def test_replicas_that_differ_are_named_with_both_places(checkpoint: Checkpoint) -> None:
+def test_replicas_that_differ_are_named_with_both_locations(checkpoint: Checkpoint) -> None:
     file = "norm.weight.exp_avg.tp1.1"  # elements 4 to 9 of the second rank's copy
     flip(checkpoint.root / file, 16 + 4 * 2)
     flip(checkpoint.root / file, 16 + 4 * 5)
@@ -39,7 +39,7 @@ def test_replicas_that_differ_are_named_with_both_places(checkpoint: Checkpoint)
     assert verify(checkpoint, "quick").exit_code == 0
 
 
-def test_a_copy_of_a_part_is_compared_where_it_is(checkpoint: Checkpoint) -> None:
+def test_a_partial_copy_is_compared(checkpoint: Checkpoint) -> None:
     atoms = checkpoint.parameters["norm.weight"].atoms
     (cover,) = atoms["exp_avg"].replicas
     atoms["exp_avg"] = replace(atoms["exp_avg"], replicas=(cover[1:],))

@@ -1,4 +1,4 @@
-"""What is counted while two atoms pass by."""
+"""What is counted while two atoms are compared."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def tally(a: object, b: object, tolerance: Tolerance = EXACT, norms: bool = Fals
     return made
 
 
-def test_what_is_the_same() -> None:
+def test_equal_elements() -> None:
     found = tally([1, NAN, INF, 0], [1, NAN, INF, 0])
     assert (found.differing, found.outside, found.first, found.max_abs, found.max_ulp) == (0, 0, None, 0.0, 0)
 
 
-def test_what_differs() -> None:
+def test_differing_elements() -> None:
     found = tally([1, 2, 3, 4], [1, 2.5, 3, 2])
     assert (found.differing, found.outside, found.first, found.worst) == (2, 2, 1, 3)
     assert found.max_abs == 2.0
@@ -36,7 +36,7 @@ def test_what_differs() -> None:
     assert found.max_ulp == 1 << 23
 
 
-def test_signs_of_zero_are_other_bits_and_the_same_number() -> None:
+def test_zeros_of_different_sign_differ_in_bits_but_not_in_value() -> None:
     found = tally([0.0, 1.0], [-0.0, 1.0])
     assert (found.differing, found.outside, found.max_abs, found.max_rel, found.max_ulp) == (1, 1, 0.0, 0.0, 0)
     assert tally([0.0], [-0.0], Tolerance(absolute=1e-30)).outside == 0
@@ -77,14 +77,14 @@ def test_tolerances_against_plain_python(pairs: list[tuple[float, float]], relat
     assert found.max_abs >= max(finite, default=0.0)
 
 
-def test_steps_of_the_last_place_are_a_tolerance() -> None:
+def test_units_in_the_last_place_are_a_tolerance() -> None:
     one = np.float32(1)
     next_one = np.nextafter(one, np.float32(2))
     assert tally([one], [next_one], Tolerance(ulp=1)).outside == 0
     assert tally([one], [np.nextafter(next_one, np.float32(2))], Tolerance(ulp=1)).outside == 1
 
 
-def test_other_dtypes_are_compared_by_value_and_steps_counted_in_the_coarser() -> None:
+def test_different_dtypes_are_compared_by_value_and_ulps_counted_in_the_coarser() -> None:
     precise = np.array([1.0, 1.001, 1.1], np.float32)
     coarse = cast(precise, FLOAT32, BFLOAT16)
     found = AtomComparison(FLOAT32, BFLOAT16, EXACT)

@@ -1,4 +1,4 @@
-"""`ucp diff` as people call it."""
+"""The command `ucp diff`."""
 
 from __future__ import annotations
 

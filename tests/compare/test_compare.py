@@ -169,7 +169,7 @@ def test_patterns_that_match_nothing_are_refused(source: Path, copy: Path) -> No
     assert diff(source, copy, include=("head.weight",)).compared == 5, "an alias is a name"
 
 
-def test_a_truncated_file_is_an_error_and_no_difference(source: Path, copy: Path) -> None:
+def test_a_truncated_file_is_an_error_not_a_difference(source: Path, copy: Path) -> None:
     one, other = index(source), index(copy)
     victim = copy / other.parameters["embed.weight"].atoms["master"].fragments[0].file
     victim.write_bytes(victim.read_bytes()[:5000])

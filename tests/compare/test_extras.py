@@ -21,7 +21,7 @@ SCHEDULE = {"max_lr": 0.1, "num_steps": 28, "lr_decay_style": "cosine"}
 
 
 def save(root: Path, change: Callable[[dict[str, Any]], Any] = dict.copy) -> Path:
-    """A Megatron job of two stages with a schedule, random states and a note of its own; every file changed alike."""
+    """A Megatron job of two stages with a schedule, random states and a note; every file is changed alike."""
     import torch
 
     trees = legacy_model.all_ranks(1, 2)
@@ -43,7 +43,7 @@ def paths(a: Path | Checkpoint, b: Path | Checkpoint, **options: Any) -> dict[st
 
 
 @pytest.mark.parametrize("to", ["megatron", "torch-dist", "atoms"])
-def test_a_conversion_carries_the_same(tmp_path: Path, to: str) -> None:
+def test_a_conversion_keeps_the_extras(tmp_path: Path, to: str) -> None:
     source = save(tmp_path / "source")
     ucp.convert(source, tmp_path / "out", to=to)
     found = ucp.diff(source, tmp_path / "out")
@@ -86,7 +86,7 @@ def test_random_states_are_compared_rank_by_rank(tmp_path: Path) -> None:
     assert "other-ranks" in {note.id for note in found.notes}
 
 
-def test_what_one_side_has_and_how_jobs_were_started_does_not_count(tmp_path: Path) -> None:
+def test_one_sided_extras_and_launch_settings_do_not_count(tmp_path: Path) -> None:
     def change(tree: dict[str, Any]) -> None:
         tree["more"] = 1
         tree["args"].save = "elsewhere"

@@ -1,4 +1,4 @@
-"""Raw elements as numbers, and how many representable numbers lie between two of them."""
+"""Raw elements as numbers, and how many representable numbers are between two of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ucp.read.casting import words
 
 
 @pytest.mark.parametrize("name", [name for name in BY_NAME if name.startswith("float8")])
-def test_every_code_of_fp8_has_the_value_that_torch_gives_it(name: str) -> None:
+def test_every_code_of_fp8_has_its_value_in_torch(name: str) -> None:
     codes = np.arange(256, dtype=np.uint8)
     expected = torch.from_numpy(codes).view(getattr(torch, name)).to(torch.float32).numpy()
     found = numbers(codes, BY_NAME[name])

@@ -1,4 +1,4 @@
-"""Pickles that a hostile person would write, by name. Most would run something in `pickle.loads`; ours must not.
+"""Pickles that an attacker would write, by name. Most would run something in `pickle.loads`; our reader must not.
 
 `CODE` is what those try: it makes a file, so that a test can prove that nothing was run.
 """
@@ -14,7 +14,7 @@ from ucp.errors import IntegrityError, UcpError, UnsafeError
 
 @dataclass(frozen=True)
 class Attack:
-    """`error` is what reading gives: a class of errors, or None where the pickle is read as harmless data."""
+    """`error` is the class of error that reading raises, or None if the pickle is read as harmless data."""
 
     name: str
     data: bytes
@@ -49,7 +49,7 @@ def attacks(canary: Path) -> list[Attack]:
 
 
 def _disguises(command: bytes, code: bytes) -> list[Attack]:
-    """Techniques of collections of malicious models that hide what is called, or call it by another way."""
+    """Techniques from collections of malicious models that hide what is called, or call it indirectly."""
     p2, p4 = b"\x80\x02", b"\x80\x04"
     dotted = text("os") + text("path.os.system")
     return [
@@ -249,7 +249,7 @@ def _writes_on_stand_ins(command: bytes, os_system: bytes) -> list[Attack]:
 
 
 def _builds_on_references() -> list[Attack]:
-    """Values of ours that a file can reach are as closed as its own stand-ins."""
+    """Values of ucp that a file can reach are as immutable as its own stand-ins."""
     storage = b"(" + text("storage") + glob("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x04tQ"
     tensor = call("torch._utils", "_rebuild_tensor", storage, b"K\x00", b"K\x04\x85", b"K\x01\x85")
     scalar = call(

@@ -12,7 +12,7 @@ ATOMIC = (type(None), bool, int, float, complex, str, bytes)
 
 
 def differences(a: Any, b: Any) -> list[str]:
-    """Where the graphs differ, as paths; empty where they are alike."""
+    """Where the graphs differ, as paths; empty if they are alike."""
     found: list[str] = []
     _Comparison(found).compare(a, b, "")
     return found
@@ -35,7 +35,7 @@ class _Comparison:
         elif id(a) in self.partner:
             self.check(self.partner[id(a)] == id(b), path, a, "another object where one was shared")
         else:
-            if not isinstance(a, tuple):  # tuples of arguments come and go
+            if not isinstance(a, tuple):  # tuples of arguments are temporary
                 self.partner[id(a)] = id(b)
             self.alive += [a, b]
             for name, x, y in self.insides(a, b, path):
@@ -67,7 +67,7 @@ class _Comparison:
         return self.real(a, b, path)
 
     def storage(self, tensor: Any) -> list[int]:
-        """Stands for the tensor's storage, so that sharing of memory is compared like sharing of objects."""
+        """Represents the tensor's storage, so that shared memory is compared like shared objects."""
         storage = tensor.untyped_storage()
         return self.storages.setdefault(storage.data_ptr() or id(tensor), [storage.nbytes()])
 

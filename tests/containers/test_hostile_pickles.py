@@ -18,7 +18,7 @@ from ucp.containers.pickle_reader import load_pickle, read_pickle
 from ucp.errors import UnsafeError
 
 NOWHERE = Path("nowhere")
-SECONDS = 5.0  # generous: without its guard, an attack takes for ever
+SECONDS = 5.0  # generous: without the guard, an attack takes practically forever
 
 READER = """
 import json, resource, sys, time
@@ -60,7 +60,7 @@ def canary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(canary: Path, project: Path) -> dict[str, list[Any]]:
-    """What the reading process said about each attack."""
+    """What the reading process reported about each attack."""
     (canary.parent / "canary_module.py").write_text(f"open({str(canary)!r}, 'w').close()\n")
     done = subprocess.run(
         [sys.executable, "-c", READER, str(canary), str(canary.parent)],
@@ -93,7 +93,7 @@ def test_nothing_was_run_imported_or_changed(canary: Path, answers: dict[str, li
     assert answers["imported"] == [[]]
 
 
-def test_the_canary_would_sing(tmp_path: Path, project: Path) -> None:
+def test_the_canary_detects_executed_code(tmp_path: Path, project: Path) -> None:
     """The attacks are real: Python's own reader runs them."""
     canary = tmp_path / "was_run"
     for name in ("reduce os.system", "getattr through an import", "inst"):
@@ -119,8 +119,8 @@ def test_globals_are_recorded_and_the_suspicious_found() -> None:
 
 
 def test_states_are_data_not_attributes() -> None:
-    """A state that names hooks is kept under its name and hooks nothing."""
+    """A state that names hooks is kept as data and installs no hook."""
     attack = next(attack for attack in attacks(NOWHERE) if attack.name == "state with hooks")
     found = read_pickle(attack.data, "x")
     assert found.path == "a.B"
-    assert found.state == f"touch {NOWHERE}"  # the second BUILD came through our own setter again
+    assert found.state == f"touch {NOWHERE}"  # the second BUILD used our own setter again

@@ -1,4 +1,4 @@
-"""Extras survive as JSON: every inert value comes back equal, and nothing hostile gets through."""
+"""Extras survive as JSON: every inert value survives a round trip, and hostile JSON is refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def types(value: Any) -> Any:
 
 
 @given(trees)
-def test_trees_come_back_equal(tree: Any) -> None:
+def test_trees_survive_a_round_trip(tree: Any) -> None:
     back = round_trip(tree)
     assert back == tree
     assert types(back) == types(tree)
@@ -70,12 +70,12 @@ def test_numbers_that_json_lacks() -> None:
 
 
 @pytest.mark.parametrize("core", ["numpy.core", "numpy._core"])
-def test_numpy_stays_that_of_the_file(core: str) -> None:
+def test_numpy_values_keep_the_numpy_version_of_the_file(core: str) -> None:
     values = [NumpyArray("<f4", (2,), bytes(8), core=core), NumpyScalar("<i8", bytes(8), core)]
     assert [value.core for value in round_trip(values)] == [core, core]
 
 
-def test_objects_keep_how_they_were_made() -> None:
+def test_objects_keep_how_they_were_created() -> None:
     cls = new_class("argparse", "Namespace")
     assert round_trip(cls()).called
     assert not round_trip(cls.__new__(cls)).called
@@ -113,7 +113,7 @@ def test_tensors_go_to_the_tensor_file() -> None:
         decode(node, {})
 
 
-def test_sharing_cannot_blow_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_values_cannot_cause_exponential_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "MAX_EXTRAS_NODES", 10_000)
     tree: list[Any] = [0]
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""The quick look over a pickle says "harmless" only where the exact judge agrees, and says so for what torch writes."""
+"""The fast check of a pickle accepts only what the stack simulation accepts, and accepts what torch writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pickle_of(value: object) -> bytes:
 
 
 def big_state() -> dict[str, Any]:
-    """A state with everything that could lead the quick look astray: long texts, long runs, more than one window."""
+    """A state with everything that could mislead the fast check: long texts, long runs, more than one window."""
     torch = pytest.importorskip("torch")
     shared = (0.9, 0.95)
     return {
@@ -83,7 +83,7 @@ def test_a_few_shared_tuples_are_plain_and_many_are_not() -> None:
         b"Pabc\n",
     ],
 )
-def test_other_ways_to_share_are_left_to_the_judge(odd: bytes) -> None:
+def test_other_ways_to_share_are_left_to_the_stack_simulation(odd: bytes) -> None:
     assert not _is_plain(b"\x80\x02" + odd + b".")
 
 
@@ -137,7 +137,7 @@ def test_plain_is_never_unsafe(fragments: list[bytes]) -> None:
     ),
     st.sampled_from(range(pickle.HIGHEST_PROTOCOL + 1)),
 )
-def test_the_judge_accepts_what_pickle_writes(value: object, protocol: int) -> None:
+def test_the_stack_simulation_accepts_what_pickle_writes(value: object, protocol: int) -> None:
     simulate_stack(pickle.dumps(value, protocol), "x")
 
 

@@ -1,4 +1,4 @@
-"""What is read from a pickle can be written again, and real torch makes the same real objects of it."""
+"""What is read from a pickle can be written again, and torch loads the same real objects from it."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ trees = st.recursive(
 
 
 @given(trees)
-def test_trees_come_back_alike(tree: Any) -> None:
+def test_trees_are_written_and_read_back_alike(tree: Any) -> None:
     assert differences(tree, again(tree)) == []
 
 
@@ -168,7 +168,7 @@ def test_more_than_a_batch_and_more_than_a_byte_of_memo() -> None:
     assert again(list(range(3001))) == list(range(3001))
 
 
-def test_whatever_has_no_form_is_named_with_its_place() -> None:
+def test_values_that_cannot_be_written_are_named_with_their_path() -> None:
     atom = Atom("w", "extra", (1,), FLOAT32, ())
     with pytest.raises(NotUnderstoodError, match=r"f\.pt: \['args'\]\[1\]\['w'\] cannot be written: .* Atom"):
         write_pickle({"args": (1, {"w": atom})}, "f.pt")
@@ -180,7 +180,7 @@ def test_whatever_has_no_form_is_named_with_its_place() -> None:
         write_pickle(TensorRef(StorageRef("0", FLOAT32, 1, "cpu"), 0, (1,), (1,), FLOAT16), "f.pt")
 
 
-def test_nesting_without_end_is_refused() -> None:
+def test_infinite_nesting_is_refused() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
@@ -192,7 +192,7 @@ def test_nesting_without_end_is_refused() -> None:
 
 
 def rewritten(data: bytes) -> bytes:
-    """A torch archive with its data.pkl read and written by us."""
+    """A torch archive whose data.pkl was read and written by ucp."""
     source = zipfile.ZipFile(io.BytesIO(data))
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as target:
@@ -227,14 +227,14 @@ class Pair(collections.namedtuple("Pair", "left right")):
 
 
 class Constructed:
-    """Its constructor takes what its pickle does not carry."""
+    """Its constructor takes arguments that its pickle does not contain."""
 
     def __init__(self, needed: int) -> None:
         self.doubled = 2 * needed
 
 
 class Rebuilt:
-    """Comes back by a call with arguments."""
+    """Is restored by a call with arguments."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -245,7 +245,7 @@ class Rebuilt:
 
 
 class NewArguments:
-    """Comes back by `__new__` with arguments; its constructor would refuse them."""
+    """Is restored by `__new__` with arguments; its constructor would refuse them."""
 
     value: int
 
@@ -360,14 +360,14 @@ OBJECTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", OBJECTS)
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_real_objects_come_back(name: str, protocol: int) -> None:
+def test_real_objects_survive_a_round_trip(name: str, protocol: int) -> None:
     data = saved(OBJECTS[name], protocol)
     assert differences(load(data), load(rewritten(data))) == []
 
 
 @pytest.mark.parametrize("core", ["numpy.core", "numpy._core"])
-def test_numpy_keeps_the_name_that_it_was_written_under(core: str) -> None:
-    """A loader that lists what it may call, as Megatron's does, knows the name of its own numpy alone."""
+def test_numpy_values_keep_the_module_name_of_their_writer(core: str) -> None:
+    """A loader with an allow-list, such as Megatron's, accepts only the module name of its own numpy."""
     name = f"{core}.multiarray".encode()
     data = pickle.dumps([np.arange(3), np.float64(2)], 2).replace(b"numpy._core.multiarray", name)
     back = write_pickle(read_pickle(data, "test"), "test")
@@ -375,7 +375,7 @@ def test_numpy_keeps_the_name_that_it_was_written_under(core: str) -> None:
     assert back.count(b".multiarray") == 2
 
 
-def test_how_an_object_was_made_is_kept() -> None:
+def test_how_an_object_was_created_is_kept() -> None:
     back = load(rewritten(saved([Rebuilt(), NewArguments(3)])))
     assert back[0].constructed
     assert back[1].value == 3
@@ -384,7 +384,7 @@ def test_how_an_object_was_made_is_kept() -> None:
 
 
 class Labelled(torch.Tensor):
-    """A tensor class of a user."""
+    """A user-defined tensor class."""
 
 
 def tensors() -> dict[str, Any]:
@@ -407,13 +407,13 @@ def tensors() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", tensors())
-def test_tensors_come_back(name: str) -> None:
+def test_tensors_survive_a_round_trip(name: str) -> None:
     data = saved(tensors()[name])
     assert differences(load(data), load(rewritten(data))) == []
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-def test_bare_storages_come_back() -> None:
+def test_bare_storages_survive_a_round_trip() -> None:
     back = load(rewritten(saved(torch.tensor([3, 4], dtype=torch.uint8).untyped_storage())))
     assert list(back) == [3, 4]
 
@@ -446,7 +446,7 @@ def test_objects_of_a_writer() -> None:
 # Real files --------------------------------------------------------------------------------------------------------
 
 
-def test_every_file_of_the_corpus_comes_back_alike(corpus: Path) -> None:
+def test_every_file_of_the_corpus_survives_a_round_trip(corpus: Path) -> None:
     roots = [corpus, FIXTURES, *([CORPUS] if CORPUS else [])]
     files = [file for root in roots for file in sorted(root.rglob("*.pt"))]
     assert len(files) > 300
@@ -479,7 +479,7 @@ def test_torch_makes_the_same_objects_of_deepspeed_files(shard: int) -> None:
         try:
             original = load(data)
         except ModuleNotFoundError:
-            continue  # Megatron's arguments, where Megatron is not installed
+            continue  # Megatron's arguments, if Megatron is not installed
         compared += 1
         if found := differences(original, load(rewritten(data))):
             wrong[str(file)] = found[:3]

@@ -1,4 +1,4 @@
-"""Honest pickles of every protocol come back as the same data, or as stand-ins that carry all of it."""
+"""Harmless pickles of every protocol are read as the same data, or as stand-ins that contain all of it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ TREES = st.recursive(
 
 
 @given(TREES, st.sampled_from(PROTOCOLS))
-def test_plain_data_is_itself(tree: object, protocol: int) -> None:
+def test_plain_data_is_read_as_plain_data(tree: object, protocol: int) -> None:
     assert through(tree, protocol) == tree
 
 
@@ -116,7 +116,7 @@ def test_cycles_are_read(protocol: int) -> None:
 
 @each_protocol
 def test_many_shared_tuples_are_fine(protocol: int) -> None:
-    """More shared tuples than the quick look allows: the exact judge must let them pass."""
+    """More shared tuples than the fast check allows: the stack simulation must accept them."""
     shapes = [(i, i + 1) for i in range(40)]
     tree = {(shape, shape): [shape] * 10 for shape in shapes}
     assert through(tree, protocol) == tree
@@ -140,7 +140,7 @@ def test_enum_member(protocol: int) -> None:
 
 @each_protocol
 def test_nested_classes_keep_their_qualname(protocol: int) -> None:
-    """Protocols below 4 say `getattr(Outer, "Inner")`; nothing is looked up for that."""
+    """Protocols below 4 write `getattr(Outer, "Inner")`, which is resolved by name only."""
     found = through(Outer.Inner(), protocol)
     assert found.path == f"{__name__}.Outer.Inner"
     assert found.get("field") == [1]
@@ -211,7 +211,7 @@ def test_other_library_objects(protocol: int) -> None:
 
 
 def test_sets_of_tuples() -> None:
-    """Where the set would be made by a call, its elements are kept in the list that they came in."""
+    """If the set would be created by a call, its elements are kept in the list that the file contains."""
     assert through({(1, 2)}, protocol=4) == {(1, 2)}
     found = through({(1, 2)}, protocol=2)
     assert (found.path, found.args) == ("builtins.set", ([(1, 2)],))
@@ -243,7 +243,7 @@ def test_numpy_arrays_and_scalars(protocol: int) -> None:
 
 
 @each_protocol
-def test_numpy_objects_and_structures_are_not_made(protocol: int) -> None:
+def test_numpy_objects_and_structures_are_not_created(protocol: int) -> None:
     np = pytest.importorskip("numpy")
     for array in (np.array([{"a": 1}], dtype=object), np.zeros(2, dtype=[("a", "f4")]), np.zeros(2, dtype="M8[s]")):
         with pytest.raises(NotUnderstoodError):
@@ -251,7 +251,7 @@ def test_numpy_objects_and_structures_are_not_made(protocol: int) -> None:
 
 
 def test_references_can_be_copied_and_sent() -> None:
-    """The closed setters must not keep our own code from copying or pickling what it found."""
+    """The disabled setters must not prevent ucp from copying or pickling what it has read."""
     ref = TensorRef(StorageRef("0", FLOAT32, 4, "cpu"), 0, (4,), (1,), FLOAT32, attributes={"a": 1})
     for value in (ref, BFLOAT16, NumpyScalar("<f4", b"1234"), NumpyArray("<f4", (1,), b"1234")):
         assert copy.deepcopy(value) == value

@@ -1,4 +1,4 @@
-"""safetensors headers: in step with the real library both ways, and no claim believed unchecked."""
+"""safetensors headers agree with the real library in both directions, and every claim is checked."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_library_reads_what_we_lay_out(dtype: DType, alignment: int, tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", TAGGED, ids=str)
-def test_library_knows_every_tag(dtype: DType) -> None:
+def test_the_library_supports_every_tag(dtype: DType) -> None:
     library = pytest.importorskip("safetensors")
     header = build_header([("a", dtype, (2,))], {}).header
     ((name, found),) = library.deserialize(header + bytes(2 * dtype.itemsize))
@@ -192,7 +192,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_lies(name: str, tmp_path: Path) -> None:
+def test_headers_that_contradict_the_file_are_refused(name: str, tmp_path: Path) -> None:
     header, data, error = LIES[name]
     path = write(tmp_path / "x.safetensors", header, data)
     with pytest.raises(error, match=r"x\.safetensors"):
@@ -228,7 +228,7 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_damage_gives_errors_of_ours_only(data: st.DataObject, tmp_path: Path) -> None:
+def test_damage_raises_only_errors_of_ucp(data: st.DataObject, tmp_path: Path) -> None:
     whole = bytearray(build_header([("weight", FLOAT32, (2, 3)), ("bias", UINT8, (4,))], {"a": "b"}).header + bytes(28))
     for _ in range(data.draw(st.integers(1, 3))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))

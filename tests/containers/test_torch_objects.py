@@ -1,4 +1,4 @@
-"""Files of the real `torch.save`: every object is described, and its bytes lie where we say."""
+"""Files of the real `torch.save`: every object is described, and its bytes are where the index says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 
 class Tagged(torch.Tensor):
-    """A tensor class of the user's own."""
+    """A user-defined tensor class."""
 
 
 def saved(path: Path, value: object, **options: Any) -> TorchFile:
@@ -172,7 +172,7 @@ def test_other_objects(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*[Qq]uantiz", "ignore:Sparse", "ignore:.*torch.ao")
 def test_tensors_that_are_not_plain_bytes_stay_inert(tmp_path: Path) -> None:
-    """Each still carries the tensors inside it, but none pretends that its bytes are its values."""
+    """Each still contains its inner tensors, but none claims that its bytes are its values."""
     tree = saved(
         tmp_path / "x.pt",
         {
@@ -191,7 +191,7 @@ def test_location_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["x.pt", "mp_rank_00_model_states.pt", "weird name ü (1).bin", "no_suffix"])
 def test_any_prefix(name: str, tmp_path: Path) -> None:
-    """The folder inside the archive is named after the file, and survives a renaming of it."""
+    """The folder inside the archive is named after the file, and does not change when the file is renamed."""
     file = saved(tmp_path / name, {"t": torch.arange(5)})
     renamed = (tmp_path / name).rename(tmp_path / "renamed.pt")
     file = TorchFile(renamed)
@@ -208,7 +208,7 @@ def test_any_protocol(protocol: int, tmp_path: Path) -> None:
 
 
 def test_archive_inside_a_larger_file(tmp_path: Path) -> None:
-    """Distributed checkpoints lay several archives end to end."""
+    """Distributed checkpoints concatenate several archives."""
     torch.save(torch.arange(5), tmp_path / "a.pt")
     torch.save(torch.arange(5, 10), tmp_path / "b.pt")
     first, second = (tmp_path / "a.pt").read_bytes(), (tmp_path / "b.pt").read_bytes()

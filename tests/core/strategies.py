@@ -1,4 +1,4 @@
-"""Random shapes, boxes, regions and rules, and the numpy arithmetic that the model is checked against."""
+"""Random shapes, boxes, regions and rules, and the numpy arithmetic that they are checked against."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def elements(tensor: Numbers, box: Box) -> Numbers:
 
 @st.composite
 def boxes(draw: st.DrawFn, shape: Shape) -> Box:
-    """Any box inside a tensor of `shape`, empty ones too."""
+    """Any box inside a tensor of `shape`, possibly empty."""
     start, size = [], []
     for n in shape:
         a = draw(st.integers(0, n))
@@ -42,7 +42,7 @@ def boxes(draw: st.DrawFn, shape: Shape) -> Box:
 
 @st.composite
 def regions(draw: st.DrawFn, shape: Shape) -> Region:
-    """Any boxes laid end to end, and any interval of them."""
+    """Any concatenation of boxes, and any interval of it."""
     whole = Region.of(draw(st.lists(boxes(shape), max_size=4)))
     start = draw(st.integers(0, whole.numel))
     return whole.cut(start, draw(st.integers(start, whole.numel)))

@@ -42,7 +42,7 @@ def test_a_tiling_has_no_defects_and_a_lost_box_is_a_gap(shape: tuple[int, ...],
     assert sum(overlap.box.numel for overlap in doubled) == tiles[0].numel
 
 
-def test_padding_outside_the_shape_is_not_looked_at() -> None:
+def test_padding_outside_the_shape_is_ignored() -> None:
     assert list(coverage((3,), [Box((0,), (2,)), Box((2,), (2,)), Box((4,), (5,))])) == []
 
 

@@ -1,4 +1,4 @@
-"""Regions against numpy: what their pieces say is what their definition says."""
+"""Regions against numpy: their pieces agree with their definition."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ucp.core.region import Region
 
 
 @given(st.data())
-def test_pieces_laid_end_to_end_are_the_region(data: st.DataObject) -> None:
+def test_pieces_concatenated_are_the_region(data: st.DataObject) -> None:
     tensor = numbered(data.draw(shapes()))
     region = data.draw(regions(tensor.shape))
     position = 0
@@ -45,7 +45,7 @@ def test_cutting_a_cut_is_cutting_once(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_any_cut_carries_over_to_any_other_and_back(data: st.DataObject) -> None:
+def test_any_layout_maps_to_any_other_and_back(data: st.DataObject) -> None:
     """A tensor scattered over the regions of one layout, gathered into another's, and brought back, is unchanged."""
     tensor = numbered(data.draw(shapes(min_side=1)))
     layouts = [_layout(data, tensor.shape) for _ in range(2)]

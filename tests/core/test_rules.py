@@ -1,4 +1,4 @@
-"""Rules against numpy: slices cut by a rule reassemble the whole, and rules that cannot hold are refused."""
+"""Rules against numpy: slices cut by a rule reassemble the whole, and rules that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ucp.errors import InconsistentError, IntegrityError, UsageError
 
 
 def cut_by_definition(rule: Rule, tensor: Numbers, tp: int, rank: int) -> Numbers:
-    """This rank's slice: its share of every part, side by side."""
+    """This rank's slice: its slices of all parts, concatenated."""
     parts = rule.parts or (tensor.shape[rule.dim],)
     shares = []
     at = 0
@@ -57,7 +57,7 @@ def test_slices_are_cut_as_defined_and_tile_the_whole(case: tuple[Rule, Shape, i
 
 
 @given(split_rules())
-def test_resolving_names_the_sizes_and_changes_no_slice(case: tuple[Rule, Shape, int]) -> None:
+def test_resolving_fills_in_sizes_and_changes_no_slice(case: tuple[Rule, Shape, int]) -> None:
     rule, shape, tp = case
     tensor = numbered(shape)
     local = [cut_by_definition(rule, tensor, tp, rank).shape for rank in range(tp)]
@@ -90,7 +90,7 @@ def test_replicated_and_averaged_ranks_hold_the_whole(shape: Shape, tp: int) -> 
             assert np.array_equal(elements(numbered(shape), piece.box), numbered(shape).reshape(-1))
 
 
-def test_a_vocabulary_loses_its_padding_at_every_degree() -> None:
+def test_vocabulary_padding_is_removed_at_every_tp_degree() -> None:
     rule = Rule("vocab", 0, true_size=211)
     for tp in (1, 2, 4):
         padded = whole_shape(rule, [(224 // tp, 36)] * tp, "embed")
@@ -119,7 +119,9 @@ def test_a_vocabulary_loses_its_padding_at_every_degree() -> None:
         (Rule("pieces", logical_shape=(2,), slices=((),)), [(0,), (0,)], InconsistentError),
     ],
 )
-def test_rules_that_cannot_hold_are_refused_by_name(rule: Rule, local: list[Shape], error: type[Exception]) -> None:
+def test_rules_that_do_not_fit_are_refused_with_the_parameter_name(
+    rule: Rule, local: list[Shape], error: type[Exception]
+) -> None:
     with pytest.raises(error, match=r"parameter blocks\.0\.weight"):
         resolve(rule, local, "blocks.0.weight")
 
@@ -131,7 +133,7 @@ def test_a_split_that_does_not_divide_is_refused_with_the_numbers() -> None:
         slice_pieces(Rule("split", 0, parts=(8, 2, 2)), (12, 3), 4, 0, "qkv")
 
 
-def test_the_first_matching_rule_applies_and_use_is_remembered() -> None:
+def test_the_first_matching_rule_applies_and_its_use_is_recorded() -> None:
     book = RuleBook()
     book.add(r"a\.", Rule("split", 1), "one")
     book.add(r".*weight$", REPLICATED, "two")
@@ -155,7 +157,7 @@ PIECES = Rule(
 
 
 @given(split_rules())
-def test_json_gives_the_rule_back(case: tuple[Rule, Shape, int]) -> None:
+def test_a_rule_survives_a_round_trip_through_json(case: tuple[Rule, Shape, int]) -> None:
     for rule in (
         case[0],
         PIECES,

@@ -22,7 +22,7 @@ def test_slabs_tile_in_row_major_order(shape: tuple[int, ...], limit: int) -> No
 
 
 @given(st.data())
-def test_a_slab_meets_any_box_in_one_contiguous_run_of_that_box(data: st.DataObject) -> None:
+def test_a_slab_intersects_any_box_in_one_contiguous_run_of_that_box(data: st.DataObject) -> None:
     shape = data.draw(shapes(min_side=1))
     box = data.draw(boxes(shape))
     inside = elements(numbered(shape), box)

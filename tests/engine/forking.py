@@ -25,7 +25,7 @@ class Happening(Progress):
 
     def __init__(self, what: str) -> None:
         self.what = what
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes of a shell ignore it
 
     def advance(self, nbytes: int) -> None:
         if nbytes == 0 or not WORKERS:
@@ -39,7 +39,7 @@ class Happening(Progress):
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.what == "interrupt":
             os.killpg(os.getpgrp(), signal.SIGINT)  # as a terminal does
-            signal.sigtimedwait([], 60)  # which does not last so long
+            signal.sigtimedwait([], 60)  # which does not take that long
         self.what = ""
 
 

@@ -1,4 +1,4 @@
-"""Sources made by hand: a known array cut by a rule and by ZeRO intervals into flat files."""
+"""Handmade sources: a known array that a rule and ZeRO intervals split into flat files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def cuts(draw: st.DrawFn, shape: Shape) -> Cut:
 
 
 def regions(cut: Cut, shape: Shape) -> list[Region]:
-    """What each rank holds, in order."""
+    """The region of each rank, in order."""
     out: list[Region] = []
     for rank in range(cut.tp):
         held = Region.of(piece.box for piece in slice_pieces(cut.rule, shape, cut.tp, rank, "p"))

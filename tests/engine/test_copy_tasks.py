@@ -51,14 +51,14 @@ def shares(atom: Atom, ranks: int) -> Target:
 
 
 def columns(atom: Atom, ranks: int) -> Target:
-    """One file per rank, with some of the columns: nothing that can be flattened."""
+    """One file per rank, each with some columns: nothing that can be flattened."""
     height, width = atom.shape
     held = [Region.of([Box((rank * height // ranks, 0), (height // ranks, width - 1))]) for rank in range(ranks)]
     return Target(tuple(OutputFile(str(n), 4 * r.numel, (), (WriteItem(atom, r, 0),)) for n, r in enumerate(held)))
 
 
 def calls(target: Target) -> int:
-    """Python function calls that planning takes: a clock that no other process disturbs."""
+    """Python function calls that planning takes: a measure that other processes do not disturb."""
     count = 0
 
     def tick(_: Any, event: str, __: Any) -> None:

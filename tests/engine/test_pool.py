@@ -31,7 +31,7 @@ def convert(what: str, src: Path, dst: Path, project: Path) -> subprocess.Comple
         text=True,
         check=False,
         timeout=120,
-        start_new_session=True,  # a group of its own, which may be interrupted
+        start_new_session=True,  # a process group of its own, which may be interrupted
     )
 
 

@@ -1,7 +1,7 @@
-"""Faults of the operating system, at the call that a test names.
+"""Faults of the operating system, at the call that a test selects.
 
-`install` replaces the functions of `os` that touch files, in this process and for good: it is meant for a child. Calls
-are counted from 0 over all threads. What a fault does depends on the call: a write of no space, a read that is short.
+`install` replaces the functions of `os` that access files, permanently: it is meant for a child process. Calls are
+counted from 0 over all threads. What a fault does depends on the call: a write without space, a short read.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ OTHERS: Final = (
 CALLS: Final = (*READS, *WRITES, *SYNCS, *OTHERS)
 
 KINDS: Final = {
-    "short": (*READS, *WRITES),  # half of what was asked for
+    "short": (*READS, *WRITES),  # half of what was requested
     "EIO": (*READS, *WRITES, *SYNCS, *OTHERS),
     "ENOSPC": (*WRITES, "fsync", "open", "ftruncate", "mkdir", "rename", "replace", "posix_fallocate"),
     "kill": (*WRITES, *OTHERS),  # before the call
     "torn": WRITES,  # SIGKILL after half of it
-    "power": (*WRITES, *OTHERS),  # SIGKILL, and what no fsync has written down is gone
-    "late": SYNCS,  # the disk takes its time
-    "lost": SYNCS,  # it says that it has the bytes, has not, and loses its power at the next call
+    "power": (*WRITES, *OTHERS),  # SIGKILL, and what was not synced is lost
+    "late": SYNCS,  # the disk is slow
+    "lost": SYNCS,  # the disk reports success without having the bytes, and power fails at the next call
 }
 
 REAL: Final = {name: getattr(os, name) for name in CALLS}
@@ -68,7 +68,7 @@ class Injector:
                 if self.doomed and name in (*WRITES, *OTHERS):
                     self._lose()
                     os.kill(os.getpid(), signal.SIGKILL)
-                # That the disk has it is noted below, and costs nothing here.
+                # Syncs are not executed, only recorded below.
                 result = None if name in SYNCS else real(*args, **options)
                 self._remember(name, args, result)
                 return result
@@ -83,7 +83,7 @@ class Injector:
             return self._remember(name, args, None)
         if self.kind == "lost":
             self.doomed = True
-            if args[0] not in self.paths:  # written through Python's own files, which nobody has counted
+            if args[0] not in self.paths:  # written through Python's file objects, which are not counted
                 self.lost[self._path(args[0])] = [(0, os.fstat(args[0]).st_size)]
             return None
         if self.kind == "torn":
@@ -98,7 +98,7 @@ class Injector:
         )
 
     def _remember(self, name: str, args: Any, result: Any) -> None:
-        """Which bytes would be lost if the machine lost its power now."""
+        """Which bytes would be lost in a power failure now."""
         if name == "open":
             self.paths[result] = os.fspath(args[0])
         elif name == "pwrite" or name == "pwritev":
@@ -142,7 +142,7 @@ def _half(name: str, args: Any) -> tuple[Any, ...]:
 
 
 def _site() -> str:
-    """The two nearest lines of the project that lead to a call: what tells one kind of call from another."""
+    """The two nearest lines of the project that lead to a call: they identify the kind of call."""
     frame, found = sys._getframe(2), []
     while frame is not None and len(found) < 2:  # type: ignore[redundant-expr]
         file = frame.f_code.co_filename
@@ -153,7 +153,7 @@ def _site() -> str:
 
 
 def points(calls: list[tuple[str, str]], kind: str) -> list[int]:
-    """Calls worth a fault: of every place that calls, the first and the last time."""
+    """Calls to inject a fault into: the first and the last one of every call site."""
     places: dict[tuple[str, str], list[int]] = {}
     for number, call in enumerate(calls):
         if call[0] in KINDS[kind]:
@@ -162,7 +162,7 @@ def points(calls: list[tuple[str, str]], kind: str) -> list[int]:
 
 
 def always_short(most: int) -> None:
-    """Let every read and write take at most `most` bytes."""
+    """Limit every read and write to `most` bytes."""
     for name in ("pwrite", "write"):
         real = REAL[name]
         setattr(os, name, lambda fd, data, *rest, real=real: real(fd, memoryview(data)[:most], *rest))
@@ -173,7 +173,7 @@ def always_short(most: int) -> None:
 
 
 def signal_storm() -> None:
-    """Interrupt system calls all the time, with a signal that means nothing."""
+    """Interrupt system calls all the time, with a signal that has no effect."""
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.siginterrupt(signal.SIGALRM, True)
     signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)

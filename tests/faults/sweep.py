@@ -1,4 +1,4 @@
-"""Runs commands of `ucp` with a fault at one call after the other, and says what did not go as it must.
+"""Runs commands of `ucp` with a fault at one call after the other, and reports what did not go as it should.
 
 `python -m tests.faults.sweep` reads a JSON object from its standard input and prints one. It forks a child for every
 fault, so that a sweep over many costs no more than the commands themselves.
@@ -57,7 +57,7 @@ def child(arguments: list[str], prepare: Callable[[], None], after: Callable[[],
 
 
 class Sweep:
-    """Commands that together make `{out}`; a fault hits the one of number `hit`."""
+    """Commands that together make `{out}`; a fault is injected into number `hit`."""
 
     def __init__(self, folder: Path, commands: list[list[str]], hit: int) -> None:
         self.folder = folder
@@ -65,14 +65,14 @@ class Sweep:
         self.hit = hit
         whole = folder / "whole"
         whole.mkdir()
-        for number in range(len(commands)):  # in this process: its children need not import anything then
+        for number in range(len(commands)):  # in this process, so that its children need not import anything
             assert run(self._arguments(number, whole)) == 0
         self.expected = contents(whole / "out")
         self.problems: list[str] = []
         self.counts: dict[str, int] = {}
 
     def calls(self) -> list[tuple[str, str]]:
-        """What the command that is hit asks of the system when nothing is wrong."""
+        """The system calls of the command under test without a fault."""
         place, found = self._begin("recorded"), self.folder / "calls.json"
         injector = Injector()
         ended = child(self._arguments(self.hit, place), injector.install, lambda: _write(found, injector.calls))
@@ -127,7 +127,7 @@ class Sweep:
             yield f"run again, it left {strays}"
 
     def _begin(self, name: str) -> Path:
-        """A fresh folder in which everything before the command that is hit was done."""
+        """A new folder after all commands before the one under test."""
         place = self.folder / name
         shutil.rmtree(place, ignore_errors=True)
         self._run_all(place, self.commands[: self.hit])
@@ -144,7 +144,7 @@ class Sweep:
 
 
 def without_journals(files: dict[str, bytes]) -> dict[str, bytes]:
-    """What a run leaves that was killed in its last act: the next one removes its journals."""
+    """What a run leaves that was killed in its last step: the next one removes its journals."""
     return {name: data for name, data in files.items() if not name.startswith(OWN_PREFIX)}
 
 

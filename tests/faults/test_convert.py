@@ -36,7 +36,7 @@ def sweep(
         capture_output=True,
         text=True,
         cwd=project,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # a fork has none of the threads that torch may have begun
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # a fork has none of the threads that torch may have started
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -58,7 +58,7 @@ def sweep(
         pytest.param(PARTS, 2, ["EIO", "kill"], id="the last act of parts"),
     ],
 )
-def test_the_old_state_or_the_new_one(
+def test_a_fault_leaves_the_old_state_or_the_new_one(
     tmp_path: Path, project: Path, commands: list[list[str]], hit: int, kinds: list[str]
 ) -> None:
     found = sweep(tmp_path, commands, hit, kinds, project)
@@ -86,7 +86,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kinds", [["always short", "EIO", "ENOSPC"], ["torn"]])
-def test_a_merge_too(tmp_path: Path, project: Path, logged: Path, kinds: list[str]) -> None:
+def test_faults_during_a_merge(tmp_path: Path, project: Path, logged: Path, kinds: list[str]) -> None:
     command = ["merge", str(logged), "{out}", "--step", "3", "-j", "1"]
     found = sweep(tmp_path, [command], 0, kinds, project, logged)
     assert found["problems"] == []

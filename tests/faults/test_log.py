@@ -1,4 +1,4 @@
-"""A log on a system that fails once, at every kind of call: what was said to be durable is there, and nothing else."""
+"""A log on a system that fails once, at every kind of call: what was reported as durable is there, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ STEPS = 6
 
 
 def write(run: Path, injector: Injector) -> int:
-    """Write a few steps on the system of `injector`; gives the last durable one."""
+    """Write a few steps on the system of `injector`; returns the last durable one."""
     writer = begin(run, slots=2)
     injector.install()
     try:
         for step in range(1, STEPS + 1):
             put(writer, step)
     except StorageError:
-        pass  # said, and nothing more is durable
+        pass  # reported, and nothing more is durable
     finally:
         with contextlib.suppress(StorageError):
             writer.close()
@@ -57,7 +57,7 @@ def test_one_fault_loses_nothing_that_was_durable(tmp_path: Path, monkeypatch: p
 
 
 def killed(run: Path, injector: Injector) -> int:
-    """The same in a child that the fault ends; gives the last step that it was told is durable."""
+    """The same in a child that the fault ends; returns the last step that was reported as durable."""
     told, telling = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -77,7 +77,7 @@ def killed(run: Path, injector: Injector) -> int:
 
 
 def go_on(run: Path) -> None:
-    """Write the rest of the steps in a new epoch, as a job does that starts again from what the log has."""
+    """Write the rest of the steps in a new epoch, as a job does that restarts from the log."""
     with Log.open(run, "inspect") as log:
         last = log.recoverable_step
     writer = begin(run, small_manifest(epoch=1, start=last, parent=ParentEpoch(0, last)), durable_step=last)
@@ -87,10 +87,10 @@ def go_on(run: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["late", "lost", "power"])
-def test_a_disk_that_is_late_lies_or_loses_its_power(
+def test_a_disk_with_late_or_lost_syncs_or_a_power_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """What a disk says that it has, and has not, may be missing; but no step is another than it was."""
+    """What a disk falsely reported as written may be missing, but no step is changed."""
     monkeypatch.setattr(settings, "LOG_SEGMENT_BYTES", 3000)
     recorded = Injector()
     recorded.install()
@@ -108,7 +108,7 @@ def test_a_disk_that_is_late_lies_or_loses_its_power(
         run, call = tmp_path / str(at), recorded.calls[at]
         durable = killed(run, Injector(kind, at))
         if not (run / "log" / "epoch-000000" / "manifest.json").exists():
-            continue  # nothing was begun
+            continue  # nothing was started
         if kind == "lost" and not any((run / "log" / "epoch-000000" / "manifest.json").read_bytes()):
             with pytest.raises(UcpError, match=r"manifest\.json"):
                 Log.open(run, "inspect")

@@ -1,4 +1,4 @@
-"""Places that run out, and places that two processes want."""
+"""Full file systems, and two processes with the same target."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.paths import FIXTURES
 from tests.trees import contents
 
 SOURCE = FIXTURES / "z1_bf16_tp2_dp2"
-# Believes that there is room, as a run does that is not alone on its file system; and, where told so, goes to sleep
+# Assumes that there is room, as if another process filled the file system meanwhile; on request, sleeps
 # when it has written something.
 DRIVER = """
 import sys, time
@@ -68,7 +68,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_full_disk_is_named_and_what_was_done_is_kept(small_disk: Path, whole: dict[str, bytes]) -> None:
+def test_a_full_disk_is_reported_and_finished_work_is_kept(small_disk: Path, whole: dict[str, bytes]) -> None:
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(250_000))
     code, said = end(start(small_disk / "out"))
@@ -85,7 +85,9 @@ def test_a_full_disk_is_named_and_what_was_done_is_kept(small_disk: Path, whole:
     assert [path.name for path in small_disk.iterdir()] == ["out"]
 
 
-def test_of_two_with_the_same_target_one_wins_and_one_is_told(tmp_path: Path, whole: dict[str, bytes]) -> None:
+def test_of_two_conversions_to_one_target_one_succeeds_and_one_is_refused(
+    tmp_path: Path, whole: dict[str, bytes]
+) -> None:
     first = start(tmp_path / "out", sleep=600)  # until it is killed
     assert first.stdout is not None
     assert first.stdout.readline() == "at work\n"
@@ -100,7 +102,7 @@ def test_of_two_with_the_same_target_one_wins_and_one_is_told(tmp_path: Path, wh
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_many_at_once_make_one_output(tmp_path: Path, whole: dict[str, bytes]) -> None:
+def test_concurrent_conversions_make_one_output(tmp_path: Path, whole: dict[str, bytes]) -> None:
     ended = [end(process) for process in [start(tmp_path / "out", "--restart") for _ in range(4)]]
     codes = [code for code, _ in ended]
     assert 0 in codes, ended

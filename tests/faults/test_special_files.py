@@ -1,4 +1,4 @@
-"""A pipe, socket or device in the place of a file of a checkpoint is reported; nothing waits for it."""
+"""A pipe, socket or device instead of a file of a checkpoint is reported; nothing waits for it."""
 
 from __future__ import annotations
 

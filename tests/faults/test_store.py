@@ -29,7 +29,7 @@ def make_and_write(path: Path, injector: Injector) -> tuple[bool, int]:
             store.commit()
             step = 3
     except UcpError:
-        pass  # said, and nothing more is there
+        pass  # reported, and nothing more is there
     finally:
         for name in CALLS:
             setattr(os, name, REAL[name])
@@ -55,7 +55,7 @@ def test_one_fault_leaves_one_whole_generation(tmp_path: Path, kind: str) -> Non
         if step:
             assert load_store(path).step >= step, recorded.calls[at]
             assert is_of_one_step(load_store(path)), recorded.calls[at]
-        with Store.open(path) as store:  # and it goes on
+        with Store.open(path) as store:  # and it continues
             fill(store, 4)
             store.commit()
         assert load_store(path).step == 4

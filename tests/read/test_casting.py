@@ -37,12 +37,12 @@ def test_cast_equals_torch(source: str, target: str) -> None:
     ours = torch.from_numpy(cast(raw, a, b).copy().view(np.uint8)).view(getattr(torch, target))
     theirs = tensor.to(getattr(torch, target))
     same = ours.view(torch.uint8).reshape(-1, b.itemsize).eq(theirs.view(torch.uint8).reshape(-1, b.itemsize)).all(1)
-    # NaN payloads are nobody's contract; NaN-ness is.
+    # The payload of a NaN is not specified; that it is a NaN is.
     assert torch.all(same | (ours.isnan() & theirs.isnan()))
     assert torch.equal(ours.isnan(), theirs.isnan())
 
 
-def test_cast_to_the_same_dtype_is_free() -> None:
+def test_cast_to_the_same_dtype_returns_the_same_array() -> None:
     raw = np.arange(4, dtype=np.uint16)
     assert cast(raw, BY_NAME["bfloat16"], BY_NAME["bfloat16"]) is raw
 

@@ -25,7 +25,7 @@ KINDS = {FLOAT32: np.dtype(np.float32), BFLOAT16: np.dtype(np.uint16)}
 
 @st.composite
 def turned(draw: st.DrawFn) -> tuple[list[int], int, int, DType]:
-    """Rows of the new matrix in blocks, each from other columns of the stored one: their lengths, order and width."""
+    """Rows of the new matrix in blocks, each from different columns of the stored one: lengths, order and width."""
     lengths = draw(st.lists(st.integers(1, 7), min_size=1, max_size=6))
     return lengths, draw(st.integers(1, 9)), draw(st.integers(0, 999)), draw(st.sampled_from([FLOAT32, BFLOAT16]))
 
@@ -73,7 +73,7 @@ def test_blocks_of_columns_become_rows(
 
 
 def test_the_stored_matrix_is_not_read_again_for_every_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three parts that take turns, as q, k and v of GPT-2 do: every byte is read a few times at most."""
+    """Three interleaved parts, like q, k and v of GPT-2: every byte is read a few times at most."""
     width, heads, rows = 32, 16, 4
     total = 3 * heads * rows
     stored = np.arange(width * total, dtype=np.float32).reshape(width, total)

@@ -53,7 +53,7 @@ def _patch(patch: pytest.MonkeyPatch, builder: Any) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Unless it is there: what is newer than its object is compiled again."""
+    """Unless it exists: sources that are newer than their object are compiled again."""
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -1,4 +1,4 @@
-"""Lion as people write it with torch."""
+"""Lion as it is commonly written with torch."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ucp
-from tests.replay.helpers import Run, assert_same, start, state_of
 from tests.replay.lion import Lion
+from tests.replay.logged_job import Run, assert_same, start, state_of
 from ucp import settings
 from ucp.core.checkpoint import Checkpoint
 from ucp.engine.plan import Plan
@@ -191,7 +191,7 @@ def test_an_optimizer_that_is_not_element_wise_is_refused_with_the_reason(tmp_pa
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# G3: what is not exact is labelled or refused
+# Results that are not exact are labelled or refused
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_approximate_results_are_labelled(tmp_path: Path, change: dict[str, str]
     # The label goes with the result.
     ucp.convert(tmp_path, tmp_path / "merged", log=tmp_path, step=2)
     assert ucp.open(tmp_path / "merged").index.details["replay"]["exact"] is False
-    # A digest of the very step proves what the fingerprint does not.
+    # A digest of that step proves what the fingerprint does not.
     run.digest()
     proven = replayed(run, base, 3, exact=True)
     assert_same(state_of(proven), run.history[3])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.replay.helpers import bits
+from tests.replay.logged_job import bits
 from ucp.core.box import Box
 from ucp.core.checkpoint import Rank
 from ucp.core.dtypes import BY_NAME
@@ -86,7 +86,7 @@ def test_every_cut_returns_the_logged_gradient(
                 for wanted in (torch.float32, expected.dtype):
                     found = gradients.read(stream, step, wanted)
                     assert same_bits(found, expected[start:stop].to(wanted))
-                    found.fill_(7.0)  # the caller may: it must not be seen again
+                    found.fill_(7.0)  # the caller may change it: that must have no effect later
         stream.close()
 
 

@@ -1,4 +1,4 @@
-"""G1: kernels against the real optimizers, bit for bit: schedules, clipping, groups, skipped steps, odd sizes, cuts."""
+"""Kernels against the real optimizers, bit for bit: schedules, clipping, groups, skipped steps, odd sizes, cuts."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ucp
-from tests.replay.helpers import Run, assert_same, start, state_of
+from tests.replay.logged_job import Run, assert_same, start, state_of
 from tests.trees import contents
 from ucp import settings
 from ucp.engine.worker import CopyWork, WorkerBudget

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ucp
-from tests.replay.helpers import Run, assert_same, start, state_of
+from tests.replay.logged_job import Run, assert_same, start, state_of
 from tests.training.shadow.follower import held, until, wait_for
 from ucp import settings
 from ucp.errors import UsageError

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import ucp
-from tests.replay.helpers import assert_same, state_of
+from tests.replay.logged_job import assert_same, state_of
 from tests.training.shadow import trainer
 from tests.training.shadow.follower import until
 from tests.training.shadow.shadow_processes import Processes, expected

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import ucp
-from tests.replay.helpers import assert_same, state_of
+from tests.replay.logged_job import assert_same, state_of
 from tests.training.shadow.follower import held, wait_for
 from tests.training.shadow.jobs import Job, Pair
 from ucp import settings

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ucp
-from tests.replay.helpers import assert_same, start, state_of
+from tests.replay.logged_job import assert_same, start, state_of
 from tests.training.shadow.follower import until, wait_for
 from tests.training.shadow.jobs import Job, Pair
 from ucp import settings

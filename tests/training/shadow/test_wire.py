@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ucp
-from tests.replay.helpers import assert_same, state_of
+from tests.replay.logged_job import assert_same, state_of
 from tests.training.shadow.follower import held, until, wait_for
 from tests.training.shadow.jobs import Job, Pair
 from ucp import settings

@@ -1,4 +1,4 @@
-"""Archives that torch writes, archives that are damaged, and archives made to harm."""
+"""Archives that torch writes, damaged archives, and malicious ones."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_archives_of_other_writers(archive: Path) -> None:
     assert archive.read_bytes()[position : position + 16] == bytes(range(16))
 
 
-def test_entries_say_what_zipfile_says(archive: Path) -> None:
+def test_entries_agree_with_zipfile(archive: Path) -> None:
     file = TorchFile(archive)
     with zipfile.ZipFile(archive) as known:
         for info in known.infolist():
@@ -109,7 +109,7 @@ def test_many_entries(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("numel", [GIB + 1, 3 * GIB])
 def test_files_over_4_gb(numel: int, tmp_path: Path) -> None:
-    """A sparse file, laid out as torch does: the tensor, an entry behind it, and a zip64 directory."""
+    """A sparse file with torch's layout: the tensor, an entry after it, and a zip64 directory."""
     path = tmp_path / "large.pt"
     write_sparse_archive(path, tensor_pickle(numel), 4 * numel)
     before = bytes_read()
@@ -158,7 +158,7 @@ def test_view_beyond_4_gb(tmp_path: Path) -> None:
     assert file.position(tail) == file.position(whole) + 4 * (numel - 1)
 
 
-# What is no archive of torch -----------------------------------------------------------------------------------------
+# Not an archive of torch --------------------------------------------------------------------------------------------
 
 
 def test_old_torch_format(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_torchscript(tmp_path: Path) -> None:
     ],
     ids=lambda value: repr(value[:8]) if isinstance(value, bytes) else None,
 )
-def test_what_is_no_archive(content: bytes, error: type[UcpError], words: str, tmp_path: Path) -> None:
+def test_files_that_are_not_archives(content: bytes, error: type[UcpError], words: str, tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(content)
     with pytest.raises(error, match=words):
         TorchFile(tmp_path / "x.pt")
@@ -212,7 +212,7 @@ def test_some_other_zip(tmp_path: Path) -> None:
         TorchFile(path)
 
 
-def test_no_file_no_permission_no_regular_file(tmp_path: Path) -> None:
+def test_missing_unreadable_and_special_files(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot be opened"):
         TorchFile(tmp_path / "missing.pt")
     with pytest.raises(NotUnderstoodError, match="not a file"):
@@ -229,14 +229,14 @@ def test_big_endian(tmp_path: Path) -> None:
         _ = file.tree
 
 
-def test_little_endian_is_said_or_assumed(tmp_path: Path, archive: Path) -> None:
+def test_little_endian_is_recorded_or_assumed(tmp_path: Path, archive: Path) -> None:
     assert TorchFile(archive).byteorder == "little"
     said = make_archive(tmp_path / "y.pt", plain_entries() | {"archive/byteorder": b"little"})
     assert TorchFile(said).byteorder == "little"
     assert TorchFile(said).tree.shape == (4,)
 
 
-# What lies -----------------------------------------------------------------------------------------------------------
+# Contradictions -----------------------------------------------------------------------------------------------------
 
 
 def test_compressed_entries(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_overlapping_entries(archive: Path) -> None:
 
 
 def test_entries_that_overlap_in_part(archive: Path) -> None:
-    """The first entry is said to reach into the second."""
+    """The directory claims that the first entry extends into the second."""
 
     def enlarge_first(data: bytearray) -> None:
         first = data.find(b"PK\x01\x02")
@@ -362,7 +362,7 @@ def test_views_past_their_storage(offset: int, shape: tuple[int, ...], strides: 
         TorchFile(archive).position(ref)
 
 
-def test_views_without_elements_may_lie_anywhere(archive: Path) -> None:
+def test_views_without_elements_may_be_anywhere(archive: Path) -> None:
     ref = TensorRef(StorageRef("0", FLOAT32, 4, "cpu"), 1 << 62, (3, 0), (1 << 60, 1), FLOAT32)
     assert 0 <= TorchFile(archive).position(ref) <= archive.stat().st_size
 
@@ -399,7 +399,7 @@ def test_file_that_shrinks_between_reads(archive: Path) -> None:
         _ = file.tree
 
 
-# Damage anywhere -----------------------------------------------------------------------------------------------------
+# Damage anywhere ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -442,8 +442,8 @@ def test_torn_out_of_the_middle(real_file: bytes, tmp_path: Path) -> None:
 
 @settings(max_examples=400, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_flipped_bytes_give_errors_of_ours_only(data: st.DataObject, real_file: bytes, tmp_path: Path) -> None:
-    """A flipped byte of tensor data is not noticed here (checksums do that); anything else is an error of ours."""
+def test_flipped_bytes_raise_only_errors_of_ucp(data: st.DataObject, real_file: bytes, tmp_path: Path) -> None:
+    """A flipped byte of tensor data is not noticed here (checksums do that); anything else is an error of ucp."""
     damaged = bytearray(real_file)
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
@@ -457,7 +457,7 @@ def test_flipped_bytes_give_errors_of_ours_only(data: st.DataObject, real_file: 
     assert str(path) in said
 
 
-def test_a_number_comes_along_with_the_headers(tmp_path: Path) -> None:
+def test_a_small_number_is_read_together_with_the_headers(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     shared = torch.arange(4, dtype=torch.float32)
     saved = {"big": torch.zeros(5000), "step": torch.tensor(7.0), "third": shared[3:], "two": torch.ones(2)}

@@ -1,4 +1,4 @@
-"""Skeletons of torch files: byte for byte what torch writes around the same tensors, also where zip64 is needed."""
+"""Skeletons of torch files: byte for byte what torch writes around the same tensors, also if zip64 is needed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ucp.core.target import OutputFile
 
 
 def assembled(file: OutputFile) -> bytes:
-    """The bytes of a file that has no holes; everything that is written is written once, and nothing is left out."""
+    """The bytes of a file without write items; every byte is written exactly once."""
     out, seen = bytearray(file.size), bytearray(file.size)
     literals = list(file.literals)
     for zero in file.zeros:
@@ -101,7 +101,7 @@ TREES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", TREES)
 def test_byte_for_byte_what_torch_writes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Given torch's own data.pkl; of the serialization id, one half is a hash of names that is torch's business."""
+    """Given torch's own data.pkl. One half of the serialization id is a hash of names that only torch can compute."""
     path = tmp_path / "some_model_states.pt"
     torch.save(TREES[name], path)
     real = path.read_bytes()
@@ -145,7 +145,7 @@ def test_torch_loads_it(name: str, zip64_from: int, tmp_path: Path, monkeypatch:
     assert all(file.payload(entry) % 64 == 0 for entry in file.entries.values()), "storages can be mapped"
 
 
-def test_payloads_are_where_it_says() -> None:
+def test_payloads_are_at_the_listed_offsets() -> None:
     shared = NewStorage(FLOAT32, (b"\1" * 8, ZeroContent(3), b"\2" * 4))
     tree = [NewTensor(shared, FLOAT32, (2,)), NewTensor(shared, FLOAT32, (4,), offset=2), new_tensor(INT64, (0,))]
     skeleton = TorchSkeleton("x", tree, "x.pt")
@@ -172,7 +172,7 @@ def test_names_that_torch_does_not_use() -> None:
     assert torch_file("a/b.c.pt", []).literals[0].data[30:42] == b"b.c/data.pkl"
 
 
-def test_what_a_programmer_must_not_do() -> None:
+def test_wrong_use_fails_an_assertion() -> None:
     atom = Atom("w", "weight", (2,), FLOAT16, ())
     with pytest.raises(AssertionError, match=r"w\|weight: is float16, its new storage bfloat16"):
         NewStorage(BFLOAT16, (RegionContent(atom, Region.all_of((2,))),))

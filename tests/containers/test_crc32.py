@@ -33,7 +33,7 @@ def test_zeros(count: int) -> None:
     assert crc32_of_zeros(count) == zlib.crc32(bytes(count))
 
 
-def test_runs_that_no_memory_holds() -> None:
+def test_runs_of_zeros_larger_than_memory() -> None:
     """2**40 zeros are 2**20 times 2**20 zeros, put together by doubling."""
     run, length = zlib.crc32(bytes(1 << 20)), 1 << 20
     for _ in range(20):
@@ -45,7 +45,7 @@ def test_runs_that_no_memory_holds() -> None:
     assert block == crc32_of_zeros(1 << 32)
 
 
-def test_combining_takes_a_step_a_bit_of_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_combining_takes_one_step_per_bit_of_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     crc32_combine(1, 2, (1 << 40) - 1)  # makes the tables
     steps = 0
     real = ucp_crc32._apply
@@ -60,7 +60,7 @@ def test_combining_takes_a_step_a_bit_of_the_length(monkeypatch: pytest.MonkeyPa
     assert 0 < steps <= 2 * 36
 
 
-def test_isal_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_isal_is_used_if_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "isal", types.ModuleType("isal"))
     monkeypatch.setitem(sys.modules, "isal.isal_zlib", types.SimpleNamespace(crc32="fast"))
     assert ucp_crc32._fastest.__wrapped__() == "fast"

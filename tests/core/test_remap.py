@@ -1,4 +1,4 @@
-"""Tiles against numpy: where every element of a rearranged parameter lies, and the way there and back."""
+"""Remapping against numpy: the location of every element of a rearranged parameter, and round trips."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILE = 1 << 40  # bytes of a file, more than any test has
 
 
 def places(atom: Atom) -> Places:
-    """For every element the byte that it lies at; files lie one behind the other. -1: nowhere."""
+    """The byte of every element, with files one after the other; -1 if it is stored nowhere."""
     found = np.full(atom.shape, -1, np.int64)
     for fragment in atom.fragments:
         for piece in fragment.region.pieces():
@@ -38,7 +38,7 @@ def places(atom: Atom) -> Places:
 
 @st.composite
 def sources(draw: st.DrawFn, name: str, shape: Shape) -> Atom:
-    """An atom of any layout: some files, each with what one rank holds of it."""
+    """An atom of any layout: some files, each with the region of one rank."""
     held = regions(draw(cuts(shape)), shape)
     fragments = []
     for number, region in enumerate(held):
@@ -53,7 +53,7 @@ def hash_of(name: str) -> int:
 
 @st.composite
 def mosaics(draw: st.DrawFn) -> tuple[dict[str, Atom], list[BlockMap], Shape]:
-    """Parts apart, and how their rows are dealt into one tensor, transposed or not."""
+    """Separate parts, and how their rows are combined into one tensor, transposed or not."""
     groups = draw(st.integers(1, 3))
     columns = draw(st.integers(1, 4))
     rows = [groups * draw(st.integers(1, 3)) for _ in range(draw(st.integers(1, 3)))]
@@ -74,7 +74,7 @@ def mosaics(draw: st.DrawFn) -> tuple[dict[str, Atom], list[BlockMap], Shape]:
 
 
 @given(mosaics())
-def test_every_element_is_where_it_was(made: tuple[dict[str, Atom], list[BlockMap], Shape]) -> None:
+def test_remapping_moves_every_element_to_its_place(made: tuple[dict[str, Atom], list[BlockMap], Shape]) -> None:
     atoms, tiles, shape = made
     fused = remapped_atom("fused", tiles, shape, atoms)
     assert (fused.name, fused.kind, fused.shape, fused.dtype) == ("fused", "exp_avg", shape, FLOAT32)
@@ -87,7 +87,7 @@ def test_every_element_is_where_it_was(made: tuple[dict[str, Atom], list[BlockMa
 
 
 @given(mosaics())
-def test_there_and_back_is_the_identity(made: tuple[dict[str, Atom], list[BlockMap], Shape]) -> None:
+def test_remapping_there_and_back_is_the_identity(made: tuple[dict[str, Atom], list[BlockMap], Shape]) -> None:
     atoms, tiles, shape = made
     fused = remapped_atom("fused", tiles, shape, atoms)
     for name, atom in atoms.items():
@@ -96,7 +96,7 @@ def test_there_and_back_is_the_identity(made: tuple[dict[str, Atom], list[BlockM
         assert (places(again) == places(atom)).all()
         in_one = len(atom.fragments) == 1 and len(atom.fragments[0].region.boxes) == 1
         if in_one and all(f.strides is None for f in fused.fragments):
-            assert tuple(again.fragments) == atom.fragments  # what lies side by side was joined again
+            assert tuple(again.fragments) == atom.fragments  # adjacent fragments were joined again
 
 
 def slices(box: Box) -> tuple[slice, ...]:
@@ -111,7 +111,7 @@ def test_a_parameter_that_is_only_renamed_keeps_its_padding() -> None:
     assert (new.fragments, new.replicas) == (atom.fragments, atom.replicas)
 
 
-def test_a_first_axis_that_counts_goes_and_comes() -> None:
+def test_a_stacked_axis_can_be_removed_and_restored() -> None:
     stacked = Atom("all", "weight", (3, 4, 2), FLOAT32, (Fragment(Region.all_of((3, 4, 2)), "1", 8, FLOAT32),))
     one = remapped_atom("one", [BlockMap("all", Box((1, 2, 0), (1, 2, 2)), whole((2, 2)))], (2, 2), {"all": stacked})
     assert (places(one) == places(stacked)[1, 2:]).all()

@@ -1,4 +1,4 @@
-"""Stripes against numpy: what they say of a region is what its definition says."""
+"""Strided runs against numpy: they agree with the definition of a region."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def positions(stripe: StridedRun) -> list[int]:
 
 
 @given(st.data())
-def test_stripes_laid_end_to_end_are_the_region(data: st.DataObject) -> None:
+def test_strided_runs_concatenated_are_the_region(data: st.DataObject) -> None:
     tensor = numbered(data.draw(shapes(min_side=1)))
     region = data.draw(regions(tensor.shape))
     found = strided_runs(region, tensor.shape)
@@ -41,14 +41,14 @@ def test_runs_between_two_positions(data: st.DataObject) -> None:
     assert stripe.before(high) == sum(position < high for position in positions(stripe))
 
 
-def test_a_slice_of_columns_is_one_stripe() -> None:
+def test_a_slice_of_columns_is_one_strided_run() -> None:
     columns = Region.of((Box((0, 0, 10), (4, 8, 10)),))
     assert strided_runs(columns, (4, 8, 30)) == [StridedRun(10, 10, 30, 32, 0)]
     one_row = Region.of((Box((0, 3, 10), (4, 1, 10)),))
     assert strided_runs(one_row, (4, 8, 30)) == [StridedRun(100, 10, 240, 4, 0)]
 
 
-def test_a_share_that_begins_and_ends_within_rows_is_one_interval() -> None:
+def test_a_slice_that_begins_and_ends_within_rows_is_one_interval() -> None:
     assert strided_runs(Region.all_of((10, 7)).cut(3, 45), (10, 7)) == [StridedRun(3, 42, 42, 1, 0)]
 
 
@@ -57,12 +57,12 @@ def test_part_of_one_row_of_columns_is_an_interval() -> None:
     assert strided_runs(columns.cut(4, 6), (10, 7)) == [StridedRun(10, 2, 2, 1, 0)]
 
 
-def test_neighbours_are_joined() -> None:
+def test_adjacent_runs_are_joined() -> None:
     halves = Region.of((Box((0, 0), (2, 5)), Box((2, 0), (2, 5))))
     assert strided_runs(halves, (4, 5)) == [StridedRun(0, 20, 20, 1, 0)]
 
 
-def test_padding_has_no_stripes_unless_it_is_left_out() -> None:
+def test_padding_has_no_runs_unless_it_is_left_out() -> None:
     rows = Region.of([Box((0, 0), (12, 7))])
     assert strided_runs(rows, (10, 7)) is None
     assert strided_runs(rows.cut(0, 70), (10, 7)) == [StridedRun(0, 70, 70, 1, 0)]
