@@ -82,9 +82,20 @@ def _outline_is_covered(atom: Atom, cover: Sequence[Fragment], complete: bool, l
 def _check_cover(atom: Atom, fragments: Sequence[Fragment], *, complete: bool) -> Iterator[Finding]:
     intervals, dtypes = _intervals(atom, fragments)
     if len(dtypes) > 1:
-        yield _mixed_dtypes(atom, fragments)
-    if intervals is not None and _tiles(intervals, atom.numel):
-        return
+        first = next(iter(fragments))
+        other = next(fragment for fragment in fragments if fragment.dtype != first.dtype)
+        yield Finding(
+            "dtypes",
+            "error",
+            f"parameter {atom.name}, {atom.kind}: {other.dtype} on {describe_fragment(other)},"
+            f" but {first.dtype} on {describe_fragment(first)}",
+            *location_of(other, atom),
+            hint="ranks of one run save in one dtype: is one of the files from another run?",
+        )
+    if intervals is not None:
+        intervals.sort()
+        if [start for start, _ in intervals] + [atom.numel] == [0] + [stop for _, stop in intervals]:
+            return
     stored = [(piece.box, fragment) for fragment in fragments for piece in fragment.region.pieces()]
     defects = list(coverage(atom.shape, [box for box, _ in stored]))
     gaps = [defect.box for defect in defects if isinstance(defect, Gap)]
@@ -92,47 +103,26 @@ def _check_cover(atom: Atom, fragments: Sequence[Fragment], *, complete: bool) -
     if gaps and complete:
         at = flat_index(gaps[0].start, atom.shape)
         starts = [flat_index(box.start, atom.shape) for box, _ in stored]
-        before = [(start, number) for number, start in enumerate(starts) if start < at]
-        yield _gap_finding(atom, gaps, stored[max(before)[1]][1] if before else None)
+        earlier = [(start, number) for number, start in enumerate(starts) if start < at]
+        before = stored[max(earlier)[1]][1] if earlier else None  # with the last box before the gap
+        yield Finding(
+            "coverage",
+            "error",
+            f"parameter {atom.name}, {atom.kind}: {sum(box.numel for box in gaps)} of {atom.numel} elements are stored"
+            f" nowhere: {_list_boxes(gaps)}" + (f", after the part of {describe_fragment(before)}" if before else ""),
+            *location_of(before, atom),
+            hint=_HINT_GAP,
+        )
     if overlaps:
-        yield _overlap_finding(atom, overlaps, [stored[owner][1] for owner in overlaps[0].owners])
-
-
-def _gap_finding(atom: Atom, gaps: Sequence[Box], before: Fragment | None) -> Finding:
-    """`before` is the fragment with the last box before the gap, in row-major order."""
-    return Finding(
-        "coverage",
-        "error",
-        f"parameter {atom.name}, {atom.kind}: {sum(box.numel for box in gaps)} of {atom.numel} elements are stored"
-        f" nowhere: {_list_boxes(gaps)}" + (f", after the part of {describe_fragment(before)}" if before else ""),
-        *location_of(before, atom),
-        hint=_HINT_GAP,
-    )
-
-
-def _overlap_finding(atom: Atom, overlaps: Sequence[Overlap], fragments: Sequence[Fragment]) -> Finding:
-    owners = " and ".join(dict.fromkeys(map(describe_fragment, fragments)))
-    return Finding(
-        "coverage",
-        "error",
-        f"parameter {atom.name}, {atom.kind}: {_list_boxes([overlap.box for overlap in overlaps])} is stored more than"
-        f" once, by {owners}",
-        *location_of(fragments[0], atom),
-        hint=_HINT_OVERLAP,
-    )
-
-
-def _mixed_dtypes(atom: Atom, fragments: Sequence[Fragment]) -> Finding:
-    first = next(iter(fragments))
-    other = next(fragment for fragment in fragments if fragment.dtype != first.dtype)
-    return Finding(
-        "dtypes",
-        "error",
-        f"parameter {atom.name}, {atom.kind}: {other.dtype} on {describe_fragment(other)},"
-        f" but {first.dtype} on {describe_fragment(first)}",
-        *location_of(other, atom),
-        hint="ranks of one run save in one dtype: is one of the files from another run?",
-    )
+        owners = [stored[owner][1] for owner in overlaps[0].owners]
+        yield Finding(
+            "coverage",
+            "error",
+            f"parameter {atom.name}, {atom.kind}: {_list_boxes([overlap.box for overlap in overlaps])} is stored more"
+            f" than once, by {' and '.join(dict.fromkeys(map(describe_fragment, owners)))}",
+            *location_of(owners[0], atom),
+            hint=_HINT_OVERLAP,
+        )
 
 
 def _intervals(atom: Atom, fragments: Sequence[Fragment]) -> tuple[list[tuple[int, int]] | None, set[DType]]:
@@ -154,17 +144,6 @@ def _intervals(atom: Atom, fragments: Sequence[Fragment]) -> tuple[list[tuple[in
         base = box.start[0] * row if shape else 0
         intervals.append((base + region.start, base + region.stop))
     return intervals, dtypes
-
-
-def _tiles(intervals: list[tuple[int, int]], numel: int) -> bool:
-    """Whether intervals, sorted, are `[0, numel)` without gap or overlap."""
-    intervals.sort()
-    at = 0
-    for start, stop in intervals:
-        if start != at:
-            return False
-        at = stop
-    return at == numel
 
 
 def _list_boxes(boxes: Sequence[Box]) -> str:

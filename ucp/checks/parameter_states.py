@@ -28,7 +28,11 @@ def run_check(context: CheckContext) -> Iterator[Finding | CheckTask]:
         yield from _check_own_shapes(parameter)
         yield from _check_replica_counts(parameter, severity)
     yield from _check_group_states(checkpoint, severity)
-    for siblings in _trained_groups(checkpoint):
+    groups: dict[int | None, list[Parameter]] = {}  # those without a group form one of their own
+    for parameter in checkpoint.parameters.values():
+        if parameter.role == "trained":
+            groups.setdefault(parameter.group, []).append(parameter)
+    for siblings in groups.values():
         yield from _check_sibling_states(siblings, severity)
         yield from _check_sibling_shapes(siblings)
         yield from _check_sibling_dtypes(siblings)
@@ -37,15 +41,6 @@ def run_check(context: CheckContext) -> Iterator[Finding | CheckTask]:
         atoms = [atom for atom in context.atoms() if atom.kind == STEP and atom.numel == 1]
         if atoms:
             yield CheckTask("steps", 0, partial(_check_steps, context.files, checkpoint, atoms, severity))
-
-
-def _trained_groups(checkpoint: Checkpoint) -> list[list[Parameter]]:
-    """Trained parameters by optimizer group; those without a group form one of their own."""
-    groups: dict[int | None, list[Parameter]] = {}
-    for parameter in checkpoint.parameters.values():
-        if parameter.role == "trained":
-            groups.setdefault(parameter.group, []).append(parameter)
-    return list(groups.values())
 
 
 def _optimizer_kinds(parameter: Parameter) -> list[str]:
@@ -197,13 +192,40 @@ def _check_steps(
     """All ranks, and all parameters of a group, must have taken the same number of steps."""
     groups: dict[int | None, dict[str, float]] = {}
     for atom in atoms:
-        values = [(fragment, _read_step(files, fragment, meter)) for fragment in _all_fragments(atom)]
-        known = [(fragment, value) for fragment, value in values if value is not None]
+        known: list[tuple[Fragment, float]] = []
+        for fragment in _all_fragments(atom):
+            data = fragment.inline
+            if data is None:
+                data = files.read(fragment.file, fragment.offset, fragment.dtype.itemsize)
+                meter.advance(len(data))
+            value = scalar_value(data, fragment.dtype)
+            if value is None:
+                continue  # its dtype cannot be that of a counter
+            known.append((fragment, value))
+            first, step = known[0]
+            if value != step:
+                yield Finding(
+                    "steps",
+                    "error",
+                    f"parameter {atom.name}: {value:g} steps on {describe_fragment(fragment)},"
+                    f" but {step:g} on {describe_fragment(first)}",
+                    *location_of(fragment, atom),
+                    hint=_MIXED_HINT,
+                )
         if known:
-            yield from _compare_ranks(atom, known)
             groups.setdefault(checkpoint.parameters[atom.name].group, {})[atom.name] = known[0][1]
     for number, steps in groups.items():
-        yield from _compare_siblings(number, steps, severity)
+        usual, count = Counter(steps.values()).most_common(1)[0]
+        for name in (name for name, step in steps.items() if step != usual):
+            yield Finding(
+                "steps",
+                severity,
+                f"parameter {name} has taken {steps[name]:g} steps, but {count} of {len(steps)} parameters of group"
+                f" {0 if number is None else number} {usual:g}",
+                parameter=name,
+                kind=STEP,
+                hint=_MIXED_HINT if severity == "error" else "expected if it got no gradient in some steps",
+            )
     taken = Counter(step for steps in groups.values() for step in steps.values())
     if taken and checkpoint.step is not None and checkpoint.step not in taken:
         usual = taken.most_common(1)[0][0]
@@ -216,42 +238,3 @@ def _check_steps(
             hint="expected if the optimizer was created anew during the run; otherwise files of different saves are"
             " mixed",
         )
-
-
-def _compare_ranks(atom: Atom, known: list[tuple[Fragment, float]]) -> Iterator[Finding]:
-    first, step = known[0]
-    for fragment, value in known[1:]:
-        if value != step:
-            yield Finding(
-                "steps",
-                "error",
-                f"parameter {atom.name}: {value:g} steps on {describe_fragment(fragment)},"
-                f" but {step:g} on {describe_fragment(first)}",
-                *location_of(fragment, atom),
-                hint=_MIXED_HINT,
-            )
-
-
-def _compare_siblings(number: int | None, steps: dict[str, float], severity: Severity) -> Iterator[Finding]:
-    counted = Counter(steps.values())
-    usual, count = counted.most_common(1)[0]
-    for name, step in steps.items():
-        if step != usual:
-            yield Finding(
-                "steps",
-                severity,
-                f"parameter {name} has taken {step:g} steps, but {count} of {len(steps)} parameters of group"
-                f" {0 if number is None else number} {usual:g}",
-                parameter=name,
-                kind=STEP,
-                hint=_MIXED_HINT if severity == "error" else "expected if it got no gradient in some steps",
-            )
-
-
-def _read_step(files: SourceFiles, fragment: Fragment, meter: Meter) -> float | None:
-    """The value of a step counter; None if its dtype cannot be one."""
-    data = fragment.inline
-    if data is None:
-        data = files.read(fragment.file, fragment.offset, fragment.dtype.itemsize)
-        meter.advance(len(data))
-    return scalar_value(data, fragment.dtype)

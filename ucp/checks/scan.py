@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -93,7 +93,7 @@ def _span_tasks(files: SourceFiles, deep: DeepState, checksum: SpanChecksum) -> 
         step = max(_LARGEST_ELEMENT, settings.COPY_TASK_BYTES // _LARGEST_ELEMENT * _LARGEST_ELEMENT)
         for start in range(span.start, span.stop, step):
             stop = min(start + step, span.stop)
-            yield CheckTask(span.check, stop - start, partial(_scan_part, files, deep, span, start, stop))
+            yield CheckTask(span.check, stop - start, partial(_scan, files, deep, span, [(start, stop)]))
         yield CheckTask(span.check, 0, finish, phase=1)
 
 
@@ -115,37 +115,27 @@ def _check_structure(files: SourceFiles, archive: TorchArchive, meter: Meter) ->
         )
 
 
-def _scan_part(
-    files: SourceFiles, deep: DeepState, span: ChecksumSpan, start: int, stop: int, meter: Meter
-) -> Iterator[Finding]:
-    recorder = ReadRecorder(deep.checksums)
-    _scan(files, deep, span, start, stop, recorder, meter)
-    recorder.close()
-    return iter(())
-
-
 def _finish_span(files: SourceFiles, deep: DeepState, checksum: SpanChecksum, meter: Meter) -> Iterator[Finding]:
     """Read the unread rest of a span, and compare its checksum."""
     span = checksum.span
-    recorder = ReadRecorder(deep.checksums)
-    for start, stop in list(checksum.unread()):
-        _scan(files, deep, span, start, stop, recorder, meter)
-    recorder.close()
+    _scan(files, deep, span, list(checksum.unread()), meter)
     if span.expected is not None and checksum.value() != span.expected:
         yield _checksum_finding(span, checksum.value())
 
 
 def _scan(
-    files: SourceFiles, deep: DeepState, span: ChecksumSpan, start: int, stop: int, recorder: ReadRecorder, meter: Meter
-) -> None:
-    """Read bytes `[start, stop)` of a span block by block, and scan values and padding. `start` splits no element."""
-    size = min(max(block_bytes() // _LARGEST_ELEMENT, 1) * _LARGEST_ELEMENT, stop - start)
+    files: SourceFiles, deep: DeepState, span: ChecksumSpan, ranges: Sequence[tuple[int, int]], meter: Meter
+) -> tuple[Finding, ...]:
+    """Read ranges of a span block by block, and scan values and padding. No range starts inside an element."""
+    recorder = ReadRecorder(deep.checksums)
+    size = max(block_bytes() // _LARGEST_ELEMENT, 1) * _LARGEST_ELEMENT
+    size = min(size, max((stop - start for start, stop in ranges), default=0))
     block = ReadBlock(1, size)  # the one that masters are read into, which has the same size
     padding = _padding_ranges(span)
     starts = [state.start for state in span.states]
     longest = max((state.stop - state.start for state in span.states), default=0)
-    for at in range(start, stop, size):
-        data = block.for_range(at, min(size, stop - at))
+    for at, limit in ((at, stop) for start, stop in ranges for at in range(start, stop, size)):
+        data = block.for_range(at, min(size, limit - at))
         files.read_into(span.file, at, data.data)
         meter.advance(len(data))
         recorder.record(span.file, at, data.data)
@@ -160,6 +150,8 @@ def _scan(
             if lo < hi and data[lo - at : hi - at].any():
                 bad = data[lo - at : hi - at] != 0
                 deep.values.add_padding(span.file, span.title, int(np.count_nonzero(bad)), lo + int(np.argmax(bad)))
+    recorder.close()
+    return ()
 
 
 def _padding_ranges(span: ChecksumSpan) -> list[tuple[int, int]]:

@@ -125,20 +125,13 @@ def _batches(
             continue
         shape: Shape = (group.members[0][1].numel,) if flat else group.shape
         cut = list(slabs(shape, group.elements))
-        if sample is not None:
-            cut = _spread(cut, max(1, sample // group.elements))
+        if sample is not None and (wanted := max(1, sample // group.elements)) < len(cut):
+            # The first and the last slab and others evenly between them; the middle one if it is the only one.
+            last = len(cut) - 1
+            cut = [cut[i * last // (wanted - 1) if wanted > 1 else len(cut) // 2] for i in range(wanted)]
         count = max(1, settings.COPY_TASK_BYTES // settings.SLAB_BYTES)
         for start in range(0, len(cut), count):
             yield _SlabBatch(number, flat, cut[start : start + count])
-
-
-def _spread(cut: list[Box], count: int) -> list[Box]:
-    """`count` of the slabs, the first and the last among them, the others evenly between."""
-    if count >= len(cut):
-        return cut
-    if count == 1:
-        return [cut[len(cut) // 2]]
-    return [cut[i * (len(cut) - 1) // (count - 1)] for i in range(count)]
 
 
 class _PassWork(Work[_SlabBatch, "tuple[int, int, Any]"]):

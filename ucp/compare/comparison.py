@@ -6,7 +6,7 @@ With `updates`, also measure how far each parameter and each layer moved between
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field
 from typing import Any, Final
@@ -205,7 +205,12 @@ def compare(
         result.extras, extra_notes = compare_extras(a, b)
         result.notes += [*extra_notes, *note_uncounted_extras(result.extras, strict=options.strict)]
     if options.only is None:
-        result.notes += _suggest_only_weights(a, b)
+        sides = {"A": a, "B": b}
+        with_states = [s for s, of in sides.items() if any(atom.kind not in (WEIGHT, MASTER) for atom in of.atoms())]
+        for side in sides if with_states else ():
+            if side not in with_states:
+                text = f"{side} has no optimizer states; --only weights compares just the weights"
+                result.notes.append(Note("weights-alone", text))
     comparable = [pair for pair in pairing.atoms if pair.comparable]
     compared = _read(a, b, comparable, options, jobs, progress)
     result.compared = len(comparable)
@@ -216,16 +221,6 @@ def compare(
     if options.updates:
         result.updates = relative_updates((comparable[i].name, compared[i]) for i in _pairs_of_updates(comparable, a))
     return result
-
-
-def _suggest_only_weights(a: Checkpoint, b: Checkpoint) -> Iterator[Note]:
-    """A note on how to compare a checkpoint of weights with one that has optimizer states."""
-    has_states = {
-        side: any(atom.kind not in (WEIGHT, MASTER) for atom in of.atoms()) for side, of in (("A", a), ("B", b))
-    }
-    for side, has in has_states.items():
-        if not has and any(has_states.values()):
-            yield Note("weights-alone", f"{side} has no optimizer states; --only weights compares just the weights")
 
 
 def _read(

@@ -19,17 +19,14 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from ucp import settings
 from ucp.containers.distcp import METADATA
 from ucp.containers.inert import Inert
 from ucp.containers.inert_json import InertEncoder
-from ucp.core.box import slabs
 from ucp.core.checkpoint import Atom, Checkpoint, Note, Parameter
 from ucp.errors import UcpError, first_few
 from ucp.formats.deepspeed.step_files import model_file_rank
 from ucp.formats.megatron.folder import COMMON, MODEL_FILE, RANK_FOLDER
 from ucp.read.atom_reader import AtomReader
-from ucp.read.casting import raw_dtype
 from ucp.storage.local import SourceFiles
 from ucp.storage.paths import natural_order
 
@@ -260,11 +257,7 @@ def _plain(value: Any, tensors: Mapping[str, Atom], files: SourceFiles) -> Any:
 
 def _tensor_digest(atom: Atom, files: SourceFiles) -> str:
     digest = xxhash.xxh3_64()
-    reader = AtomReader(files, atom, flat=False)
-    kind = raw_dtype(atom.dtype)
-    for slab in slabs(atom.shape, max(1, settings.SLAB_BYTES // kind.itemsize)) if atom.numel else ():
-        values = np.empty(slab.shape, kind)
-        reader.read(slab, values)
+    for _, values in AtomReader(files, atom, flat=False).slabs():
         digest.update(values.reshape(-1).view(np.uint8).data)
     return f"tensor of {atom.dtype} {list(atom.shape)}, xxh3 {digest.hexdigest()}"
 

@@ -47,12 +47,86 @@ class UnwritableError(Exception):
         self.path: list[Any] = []
 
 
-class Opcodes:
+def _int(value: int) -> bytes:
+    if 0 <= value < 1 << 8:
+        return b"K%c" % value
+    if 0 <= value < 1 << 16:
+        return b"M" + value.to_bytes(2, "little")
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little", signed=True)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    size = len(data)
+    return (b"\x8a%c" % size if size < 256 else b"\x8b" + size.to_bytes(4, "little")) + data
+
+
+@lru_cache(maxsize=64)
+def _ints(values: tuple[int, ...]) -> bytes:
+    """A list of integers, written fast: the file of every rank lists all parameters of the model."""
+    return b"".join(map(_int, values))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewTensor:
+    """A tensor to write: a view of `storage` from its element `offset` on, row-major unless `strides` are given.
+
+    `storage` is anything that the `storage_ref` of `write_pickle` accepts. One NewTensor at two places of a tree is one
+    tensor under two names; two NewTensors of one storage are two tensors that share memory.
+    """
+
+    storage: Any
+    dtype: DType
+    shape: tuple[int, ...]
+    offset: int = 0
+    strides: tuple[int, ...] | None = None
+    requires_grad: bool = False
+    parameter: bool = False
+    attributes: Any = None  # attributes set on the tensor itself, as a dict, or None
+    subclass: str | None = None
+
+
+@lru_cache(maxsize=256)
+def _class(module: str, qualname: str) -> type[Inert]:
+    """The stand-in for a class whose objects are written; cached, because DCP metadata has thousands of them."""
+    return new_class(module, qualname)
+
+
+def called_object(module: str, qualname: str, *args: Any) -> Inert:
+    """The object that `module.qualname(*args)` returns when the file is loaded: enum members, results of functions."""
+    made: Inert = _class(module, qualname)(*args)
+    return made
+
+
+def bare_object(module: str, qualname: str, state: Any = None) -> Inert:
+    """An object of the class `module.qualname` whose constructor is not called; `state` is its `__dict__`."""
+    cls = _class(module, qualname)
+    made: Inert = cls.__new__(cls)
+    made.state = state
+    return made
+
+
+def with_state(value: Inert, state: Any) -> Inert:
+    """A copy of an object with another `__dict__`."""
+    made = object.__new__(type(value))
+    made.called, made.args, made.kwargs, made.state = value.called, value.args, value.kwargs, state
+    return made
+
+
+# Element types with their own storage class; newer types are stored in untyped storages.
+_STORAGE_CLASSES: Final = {BY_NAME[dtype]: new_class("torch", name) for name, dtype in STORAGES.items()}
+_UNTYPED_STORAGE: Final = new_class("torch.storage", "UntypedStorage")
+_ARRAY: Final = new_class("numpy", "ndarray")
+
+# numpy kind → bytes per character, alignment, dtype flags.
+_SIZED_NUMPY_KINDS: Final = {"S": (1, 1, 0), "U": (4, 4, 8)}
+_OBJECT_FLAGS: Final = 63
+_TIME: Final = re.compile(rf"([Mm]8)\[([1-9]\d*)?({'|'.join(sorted(TIME_UNITS))})\]")
+
+
+class _InertPickler:
     """Emits protocol-2 opcodes. An object gets a memo slot as soon as it is complete enough to be referred to."""
 
-    savers: ClassVar[dict[type, Callable[[Any, Any], None]]]
-
-    def __init__(self) -> None:
+    def __init__(self, storage_ref: Callable[[Any], StorageRef]) -> None:
+        self._storage_ref = storage_ref
         self.out: list[bytes] = []
         self._slots = 0
         self._values: dict[tuple[type, Any], int] = {}  # strings, bytes, globals, …: equal ones are shared
@@ -279,127 +353,7 @@ class Opcodes:
         self._setitems(value.pairs)
         self._build(value.state)
 
-
-def _int(value: int) -> bytes:
-    if 0 <= value < 1 << 8:
-        return b"K%c" % value
-    if 0 <= value < 1 << 16:
-        return b"M" + value.to_bytes(2, "little")
-    if -(1 << 31) <= value < 1 << 31:
-        return b"J" + value.to_bytes(4, "little", signed=True)
-    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    size = len(data)
-    return (b"\x8a%c" % size if size < 256 else b"\x8b" + size.to_bytes(4, "little")) + data
-
-
-@lru_cache(maxsize=64)
-def _ints(values: tuple[int, ...]) -> bytes:
-    """A list of integers, written fast: the file of every rank lists all parameters of the model."""
-    return b"".join(map(_int, values))
-
-
-Opcodes.savers = {
-    type(None): Opcodes.save_none,
-    bool: Opcodes.save_bool,
-    int: Opcodes.save_int,
-    float: Opcodes.save_float,
-    str: Opcodes.save_str,
-    bytes: Opcodes.save_bytes,
-    bytearray: Opcodes.save_bytearray,
-    complex: Opcodes.save_complex,
-    tuple: Opcodes.save_tuple,
-    list: Opcodes.save_list,
-    dict: Opcodes.save_dict,
-    set: Opcodes.save_set,
-    frozenset: Opcodes.save_set,
-    InertOrderedDict: Opcodes.save_ordered_dict,
-    InertDefaultDict: Opcodes.save_ordered_dict,
-}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NewTensor:
-    """A tensor to write: a view of `storage` from its element `offset` on, row-major unless `strides` are given.
-
-    `storage` is anything that the `storage_ref` of `write_pickle` accepts. One NewTensor at two places of a tree is one
-    tensor under two names; two NewTensors of one storage are two tensors that share memory.
-    """
-
-    storage: Any
-    dtype: DType
-    shape: tuple[int, ...]
-    offset: int = 0
-    strides: tuple[int, ...] | None = None
-    requires_grad: bool = False
-    parameter: bool = False
-    attributes: Any = None  # attributes set on the tensor itself, as a dict, or None
-    subclass: str | None = None
-
-
-@lru_cache(maxsize=256)
-def _class(module: str, qualname: str) -> type[Inert]:
-    """The stand-in for a class whose objects are written; cached, because DCP metadata has thousands of them."""
-    return new_class(module, qualname)
-
-
-def called_object(module: str, qualname: str, *args: Any) -> Inert:
-    """The object that `module.qualname(*args)` returns when the file is loaded: enum members, results of functions."""
-    made: Inert = _class(module, qualname)(*args)
-    return made
-
-
-def bare_object(module: str, qualname: str, state: Any = None) -> Inert:
-    """An object of the class `module.qualname` whose constructor is not called; `state` is its `__dict__`."""
-    cls = _class(module, qualname)
-    made: Inert = cls.__new__(cls)
-    made.state = state
-    return made
-
-
-def with_state(value: Inert, state: Any) -> Inert:
-    """A copy of an object with another `__dict__`."""
-    made = object.__new__(type(value))
-    made.called, made.args, made.kwargs, made.state = value.called, value.args, value.kwargs, state
-    return made
-
-
-def write_pickle(tree: Any, where: str, storage_ref: Callable[[Any], StorageRef] = lambda storage: storage) -> bytes:
-    """The bytes of data.pkl for `tree`. `where` names the file in messages.
-
-    `storage_ref` returns the reference to write for the storage of a tensor or for a bare storage; it is
-    called in the order in which `torch.save` would number them.
-    """
-    writer = _InertPickler(storage_ref)
-    try:
-        writer.save(tree)
-    except UnwritableError as error:
-        path = "".join(f"[{key!r}]" for key in error.path)
-        raise NotUnderstoodError(
-            f"{where}: {path or 'it'} cannot be written: {error}",
-            hint="take it out of what the job saves beside its states: load the file, delete the key, save it again",
-        ) from None
-    except RecursionError:
-        raise UnsafeError(f"{where}: what it should hold is nested too deeply to write") from None
-    return writer.finish()
-
-
-# Element types with their own storage class; newer types are stored in untyped storages.
-_STORAGE_CLASSES: Final = {BY_NAME[dtype]: new_class("torch", name) for name, dtype in STORAGES.items()}
-_UNTYPED_STORAGE: Final = new_class("torch.storage", "UntypedStorage")
-_ARRAY: Final = new_class("numpy", "ndarray")
-
-# numpy kind → bytes per character, alignment, dtype flags.
-_SIZED_NUMPY_KINDS: Final = {"S": (1, 1, 0), "U": (4, 4, 8)}
-_OBJECT_FLAGS: Final = 63
-_TIME: Final = re.compile(rf"([Mm]8)\[([1-9]\d*)?({'|'.join(sorted(TIME_UNITS))})\]")
-
-
-class _InertPickler(Opcodes):
-    """Adds the opcodes of tensors, storages and numpy values."""
-
-    def __init__(self, storage_ref: Callable[[Any], StorageRef]) -> None:
-        super().__init__()
-        self._storage_ref = storage_ref
+    # Tensors ------------------------------------------------------------------------------------------------------
 
     def save_dtype(self, value: DType) -> None:
         self.save_global("torch", value.name)
@@ -521,8 +475,22 @@ class _InertPickler(Opcodes):
         self._tuple(state)
         self.out.append(b"b")
 
-    savers: ClassVar = {
-        **Opcodes.savers,
+    savers: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
+        type(None): save_none,
+        bool: save_bool,
+        int: save_int,
+        float: save_float,
+        str: save_str,
+        bytes: save_bytes,
+        bytearray: save_bytearray,
+        complex: save_complex,
+        tuple: save_tuple,
+        list: save_list,
+        dict: save_dict,
+        set: save_set,
+        frozenset: save_set,
+        InertOrderedDict: save_ordered_dict,
+        InertDefaultDict: save_ordered_dict,
         DType: save_dtype,
         Size: save_size,
         StorageRef: save_storage,
@@ -532,3 +500,23 @@ class _InertPickler(Opcodes):
         NumpyScalar: save_scalar,
         NumpyDType: save_numpy_dtype,
     }
+
+
+def write_pickle(tree: Any, where: str, storage_ref: Callable[[Any], StorageRef] = lambda storage: storage) -> bytes:
+    """The bytes of data.pkl for `tree`. `where` names the file in messages.
+
+    `storage_ref` returns the reference to write for the storage of a tensor or for a bare storage; it is
+    called in the order in which `torch.save` would number them.
+    """
+    writer = _InertPickler(storage_ref)
+    try:
+        writer.save(tree)
+    except UnwritableError as error:
+        path = "".join(f"[{key!r}]" for key in error.path)
+        raise NotUnderstoodError(
+            f"{where}: {path or 'it'} cannot be written: {error}",
+            hint="take it out of what the job saves beside its states: load the file, delete the key, save it again",
+        ) from None
+    except RecursionError:
+        raise UnsafeError(f"{where}: what it should hold is nested too deeply to write") from None
+    return writer.finish()

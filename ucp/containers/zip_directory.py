@@ -77,30 +77,29 @@ class _End(NamedTuple):
     size: int
 
 
-class _Tail(NamedTuple):
-    """The last bytes of the archive; they start at byte `start` of the file."""
-
-    data: bytes
-    start: int
-
-
 def read_directory(read: Read, start: int, stop: int, where: str) -> dict[str, ZipEntry]:
     """All entries of the archive that fills bytes [start, stop) of a file, in the directory's order."""
     look = min(_FIRST_LOOK, stop - start)
-    tail = _Tail(read(stop - look, look), stop - look)
+    tail = read(stop - look, look)
     at = look - END.size
-    if at < 0 or tail.data[at : at + 4] != _END_SIGNATURE or tail.data[-2:] != b"\0\0":
+    if at < 0 or tail[at : at + 4] != _END_SIGNATURE or tail[-2:] != b"\0\0":
         look = min(_LONGEST_TAIL, stop - start)
-        tail = _Tail(read(stop - look, look), stop - look)
-        at = _search_end(tail.data)
+        tail = read(stop - look, look)
+        at = _search_end(tail)
         if at < 0:
             raise IntegrityError(f"{where}: truncated, the zip directory at the end is missing", hint=COPY_AGAIN)
-    end = _read_end(read, tail, at, start, where)
+    tail_start = stop - look
+
+    def read_again(position: int, size: int) -> bytes:
+        """Like `read`, but from the tail if it contains the bytes."""
+        at = position - tail_start
+        return tail[at : at + size] if at >= 0 else read(position, size)
+
+    end = _read_end(read_again, tail, tail_start, at, start, where)
     if end.size > settings.MAX_ZIP_DIRECTORY_BYTES:
         limit = settings.MAX_ZIP_DIRECTORY_BYTES
         raise UnsafeError(f"{where}: its zip directory claims {end.size} bytes, the limit is {limit}", hint=_NOT_TORCH)
-    directory = _slice(read, tail, end.start, end.size)
-    return _by_name(_parse(directory, end, start, where), end, where)
+    return _by_name(_parse(read_again(end.start, end.size), end, start, where), end, where)
 
 
 def _search_end(tail: bytes) -> int:
@@ -113,23 +112,17 @@ def _search_end(tail: bytes) -> int:
     return -1
 
 
-def _slice(read: Read, tail: _Tail, position: int, size: int) -> bytes:
-    """Bytes [position, position + size) of the file, taken from the tail if it contains them."""
-    at = position - tail.start
-    return tail.data[at : at + size] if at >= 0 else read(position, size)
-
-
-def _read_end(read: Read, tail: _Tail, at: int, start: int, where: str) -> _End:
+def _read_end(read: Read, tail: bytes, tail_start: int, at: int, start: int, where: str) -> _End:
     """The end record at byte `at` of the tail, or the zip64 record that a locator before it points at."""
-    claims = END.unpack_from(tail.data, at)[1:7]
-    position = tail.start + at
+    claims = END.unpack_from(tail, at)[1:7]
+    position = tail_start + at
     locator_at = at - LOCATOR.size
-    if locator_at >= 0 and tail.data[locator_at : locator_at + 4] == _LOCATOR_SIGNATURE:
+    if locator_at >= 0 and tail[locator_at : locator_at + 4] == _LOCATOR_SIGNATURE:
         # torch always writes the zip64 record, even if nothing needs it.
-        position = start + LOCATOR.unpack_from(tail.data, locator_at)[2]
-        if position + END64.size > tail.start + locator_at:
+        position = start + LOCATOR.unpack_from(tail, locator_at)[2]
+        if position + END64.size > tail_start + locator_at:
             raise IntegrityError(f"{where}: its zip64 directory locator points outside the file", hint=COPY_AGAIN)
-        claims = _widen(_slice(read, tail, position, END64.size), claims, where)
+        claims = _widen(read(position, END64.size), claims, where)
     disk, directory_disk, here, entries, size, offset = claims
     if disk or directory_disk or here != entries:
         raise IntegrityError(f"{where}: its zip archive claims to span several volumes", hint=COPY_AGAIN)

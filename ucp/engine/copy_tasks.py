@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
-from itertools import chain
+from itertools import chain, count, groupby
 from typing import Final, Generic, TypeVar
 
 from ucp import settings
@@ -107,23 +107,14 @@ def _queue(
 
 
 def task_groups(tasks: Iterable[CopyTask]) -> Iterator[list[CopyTask]]:
-    """Tasks in order, grouped if one worker should write them because they are computed together."""
-    group: list[CopyTask] = []
-    for task in tasks:
-        if group and not _is_computed_with(task, group[0]):
-            yield group
-            group = []
-        group.append(task)
-    if group:
-        yield group
+    """Tasks in order, grouped if they write states of the same elements, so that computing one computes the others."""
+    unique = count()
 
+    def key(task: CopyTask) -> object:
+        atom = task.atom
+        return next(unique) if atom is None or not atom.computed else (atom.name, _first_element(task))
 
-def _is_computed_with(task: CopyTask, other: CopyTask) -> bool:
-    """Whether both are states of the same elements, so that computing one computes the other."""
-    a, b = task.atom, other.atom
-    if a is None or b is None or not a.computed or not b.computed or a.name != b.name:
-        return False
-    return _first_element(task) == _first_element(other)
+    return (list(group) for _, group in groupby(tasks, key))
 
 
 def _first_element(task: CopyTask) -> int:

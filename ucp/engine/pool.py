@@ -418,7 +418,11 @@ class WorkerProcesses:
         try:
             near, far = PipeChannel.pair()
             try:
-                pid = _fork()
+                with warnings.catch_warnings():
+                    # Python 3.12 and later warn if the process has threads of any kind. Those of numpy's BLAS stop
+                    # before a fork by themselves, and no other threads exist here.
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    pid = os.fork()
             except OSError:
                 near.close()
                 far.close()
@@ -462,14 +466,6 @@ class WorkerProcesses:
         process = self._processes.pop(fd)
         process.channel.close()
         os.waitpid(process.pid, 0)
-
-
-def _fork() -> int:
-    with warnings.catch_warnings():
-        # Python 3.12 and later warn if the process has threads of any kind. Those of numpy's BLAS stop before a fork by
-        # themselves, and no other threads exist here.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
 
 
 def _run_process(number: int, channel: PipeChannel, main: Callable[[PipeChannel], None]) -> NoReturn:

@@ -147,7 +147,14 @@ class StoreDestination:
         pending: list[Future[UploadedFile]] = []
         pending_bytes = 0
         try:
-            capacity = _spool_capacity(spool, max((target.files[number].size for number in left), default=0))
+            capacity = free_bytes(spool) - settings.SPACE_RESERVE_BYTES
+            largest = max((target.files[number].size for number in left), default=0)
+            if largest > capacity:
+                raise StorageError(
+                    f"{spool.parent}: a file of {largest:,} bytes is made here before its upload, but only"
+                    f" {capacity:,} are free",
+                    hint="set TMPDIR to a folder with more space",
+                )
             for group in upload_groups(target, left, max(1, min(settings.REMOTE_SPOOL_BYTES, capacity // 2))):
                 nbytes = sum(target.files[number].size for number in group)
                 # Files of known bytes, such as `latest`, wait until everything that they refer to is uploaded.
@@ -406,15 +413,3 @@ def _read_entry(path: RemotePath) -> dict[str, Any] | None:
     if not isinstance(entry, dict):
         raise IntegrityError(f"{path}: not an upload journal of ucp", hint="remove the partial output and start over")
     return entry
-
-
-def _spool_capacity(spool: Path, largest: int) -> int:
-    """Bytes that may be on this machine's disk at once."""
-    capacity = free_bytes(spool) - settings.SPACE_RESERVE_BYTES
-    if largest > capacity:
-        raise StorageError(
-            f"{spool.parent}: a file of {largest:,} bytes is made here before its upload, but only {capacity:,} are"
-            " free",
-            hint="set TMPDIR to a folder with more space",
-        )
-    return capacity

@@ -20,7 +20,7 @@ from ucp.core.strided_runs import StridedRun
 from ucp.core.target import OutputFile, Target
 from ucp.engine.copy_tasks import CopyTask, OutputRange, OverlapSweep, literal_tasks, task_groups
 from ucp.engine.pool import Meter, Work, Worker, run_pool
-from ucp.errors import StorageError
+from ucp.errors import StorageError, storage_errors
 from ucp.read.verbatim import StoredRuns, VerbatimReader, ViewCache
 from ucp.storage.local import SourceFiles, write_all
 
@@ -296,7 +296,13 @@ class OutputDescriptors:
 
     def write(self, number: int, offset: int, data: memoryview) -> None:
         """Write all of `data` into a file at byte `offset`."""
-        fd = self._descriptor(number)
+        fd = self._open.pop(number, None)
+        if fd is None:
+            if len(self._open) >= self._limit:
+                os.close(self._open.pop(next(iter(self._open))))
+            with storage_errors(self.path(number), "cannot be written"):
+                fd = os.open(self.path(number), os.O_WRONLY | os.O_CLOEXEC)
+        self._open[number] = fd
         try:
             write_all(fd, offset, data)
         except OSError as error:
@@ -305,18 +311,6 @@ class OutputDescriptors:
     def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
-
-    def _descriptor(self, number: int) -> int:
-        fd = self._open.pop(number, None)
-        if fd is None:
-            if len(self._open) >= self._limit:
-                os.close(self._open.pop(next(iter(self._open))))
-            try:
-                fd = os.open(self.path(number), os.O_WRONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise StorageError(f"{self.path(number)}: cannot be written: {error.strerror}") from error
-        self._open[number] = fd
-        return fd
 
 
 # Trailers -----------------------------------------------------------------------------------------------------------

@@ -87,6 +87,13 @@ class AtomReader:
         """Fill `out` (raw, C-contiguous, of the box's shape and the atom's dtype); padding outside the atom is zero."""
         self._read(self._covers(self.flat), box, out)
 
+    def slabs(self) -> Iterator[tuple[Box, RawArray]]:
+        """Every slab of the atom (of the flattened atom if `flat`), with its raw elements in a new array."""
+        for slab in slabs(self.shape, self._slab_elements(self.atom.dtype.itemsize)) if self.atom.numel else ():
+            values = np.empty(slab.shape, raw_dtype(self.atom.dtype))
+            self.read(slab, values)
+            yield slab, values
+
     def overlay(self, box: Box, out: RawArray) -> int:
         """Like `read`, but elements that no fragment has are left unchanged; returns the number of elements read."""
         return self._read_cover(self._covers(self.flat)[0], box, box, out)

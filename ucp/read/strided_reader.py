@@ -85,7 +85,10 @@ class StridedReader:
         skip = wanted.start - strip.start
         rows = data[:, skip : skip + wanted.stop - wanted.start].view(dtype)
         out = np.empty(rows.shape[::-1], dtype)
-        _transpose_into(out, rows)
+        short = max(1, _CACHE_LINE_BYTES // out.itemsize)  # transposed by tiles that stay in the CPU's cache
+        for j in range(0, rows.shape[0], short):
+            for i in range(0, rows.shape[1], _TILE_LENGTH):
+                out[i : i + _TILE_LENGTH, j : j + short] = rows[j : j + short, i : i + _TILE_LENGTH].T
         return out.reshape(part.shape)
 
     def _strip(self, wanted: _Columns, itemsize: int) -> tuple[_Columns, RawArray]:
@@ -153,14 +156,6 @@ def _columns(block: AtomBlock, part: Box) -> _Columns | None:
 def _row_key(columns: _Columns) -> tuple[str, int, int, int]:
     """Equal for columns of the same rows of the same stored matrix."""
     return columns.file, columns.step, columns.count, columns.start // columns.step
-
-
-def _transpose_into(out: RawArray, rows: RawArray) -> None:
-    """Copy a matrix into its transpose, by tiles that stay in the CPU's cache."""
-    short = max(1, _CACHE_LINE_BYTES // out.itemsize)
-    for j in range(0, rows.shape[0], short):
-        for i in range(0, rows.shape[1], _TILE_LENGTH):
-            out[i : i + _TILE_LENGTH, j : j + short] = rows[j : j + short, i : i + _TILE_LENGTH].T
 
 
 def _span(shape: Shape, strides: Shape) -> int:

@@ -7,13 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
-import numpy as np
-
-from ucp import settings
 from ucp.checks.raw_values import bits_of, can_scan, negative, not_finite
 from ucp.checks.runner import verify
 from ucp.checks.verify_report import Policy, Report
-from ucp.core.box import slabs
 from ucp.core.checkpoint import Checkpoint
 from ucp.core.findings import Finding, Level
 from ucp.core.optimizers import NON_NEGATIVE
@@ -22,7 +18,6 @@ from ucp.errors import IntegrityError, UcpError, UsageError, require_torch
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.reader import Log
 from ucp.read.atom_reader import AtomReader
-from ucp.read.casting import raw_dtype
 from ucp.replay.at_step import ReplayedState, find_base, parse_step, prove_by_digests, replay_to_step
 from ucp.replay.exactness import ALL_PARAMETERS
 from ucp.storage.local import SourceFiles
@@ -115,11 +110,8 @@ def _values(replayed: ReplayedState) -> Iterator[Finding]:
         for atom in checkpoint.atoms():
             if not atom.computed or not can_scan(atom.dtype):
                 continue
-            reader = AtomReader(files, atom)
             bad = below = 0
-            for slab in slabs(reader.shape, max(1, settings.SLAB_BYTES // atom.dtype.itemsize)):
-                values = np.empty(slab.shape, raw_dtype(atom.dtype))
-                reader.read(slab, values)
+            for _, values in AtomReader(files, atom).slabs():
                 bits = bits_of(values, atom.dtype)
                 bad += not_finite(bits, atom.dtype)[0]
                 below += negative(bits, atom.dtype)[0] if atom.kind in NON_NEGATIVE else 0

@@ -1,8 +1,4 @@
-"""The index of a replay: one span of a log applied to one base.
-
-`BaseParameters` finds the log's parameters in the base, and checks that the two belong together. `SpanBuilder` lists
-the optimizer tensors of the span, and where the states of each parameter are in them.
-"""
+"""The index of a replay: one span of a log applied to one base, which must belong together."""
 
 from __future__ import annotations
 
@@ -16,118 +12,13 @@ from ucp.core.region import Region
 from ucp.errors import InconsistentError, UsageError
 from ucp.log.codecs import EncodedBlock
 from ucp.log.reader import EpochSpan, LogStream
-from ucp.log.stream_schema import PARAM, LogBlock, LoggedParameter, kind_of_logged, logged_kind
+from ucp.log.stream_schema import PARAM, LogBlock, kind_of_logged, logged_kind
 from ucp.replay.exactness import why_not_replayed
 from ucp.replay.gradients import OptimizerUpdate, StreamUpdates, all_steps_skipped
 from ucp.replay.kernels import ReplayKernel
 from ucp.replay.logged_states import LoggedStates, shaped_atom, with_number
 from ucp.replay.replayer import BaseParameter, ReplayedTensor, computed_file_name
 from ucp.storage.local import SourceFiles
-
-
-class BaseParameters:
-    """The parameters of a log in one base, by their numbers in the log. Counters are read from `files`."""
-
-    def __init__(
-        self,
-        base: Checkpoint,
-        files: SourceFiles,
-        logged: Sequence[LoggedParameter],
-        step: int,
-        steps: Mapping[str, int],
-    ) -> None:
-        """`base` is of `step`, except for the parameters in `steps`."""
-        self._base = base
-        self._files = files
-        self._logged = logged
-        self._step = step
-        self._steps = steps
-        self._aliases = base.aliases()
-        self._found: dict[int, BaseParameter] = {}
-        self._has_counters = any(STEP in parameter.atoms for parameter in base.parameters.values())
-
-    def of(self, number: int, updates: Sequence[OptimizerUpdate], group: Sequence[OptimizerUpdate]) -> BaseParameter:
-        """Parameter `number` of the log in the base.
-
-        `updates` are those of its optimizer tensor in the span, `group` those of any tensor of its group.
-        """
-        if number not in self._found:
-            self._found[number] = self._look_up(self._parameter(self._logged[number]), updates, group)
-        return self._found[number]
-
-    def check(
-        self, parameters: Iterable[BaseParameter], dtype: DType, updates: Sequence[OptimizerUpdate], stream: int
-    ) -> None:
-        """Check that the log can continue from the base: it has the same dtype, and not more updates."""
-        for parameter in parameters:
-            param = parameter.atoms[PARAM]
-            if param.dtype != dtype:
-                raise InconsistentError(
-                    f"parameter {parameter.name}: the optimizer updated it in {dtype}, the base has it in"
-                    f" {param.dtype}",
-                    hint="use a base with masters in full precision",
-                )
-            after = next((update for update in updates if update.step > parameter.step), None)
-            if after is not None and after.before >= 0 and parameter.counter > after.before:
-                raise InconsistentError(
-                    f"parameter {parameter.name}: its optimizer had counted {parameter.counter} updates in"
-                    f" {self._base.root}, and {after.before} before step {after.step} of the log (stream {stream})",
-                    hint="the base is not of this run, or not of the step that it claims",
-                )
-
-    def _parameter(self, logged: LoggedParameter) -> Parameter:
-        found = self._base.parameters.get(self._aliases.get(logged.name, logged.name))
-        if found is None:
-            raise InconsistentError(
-                f"{self._base.root}: does not contain parameter {logged.name}, which the log trains",
-                hint="give a base of the same run",
-            )
-        if found.shape != logged.shape:
-            raise InconsistentError(
-                f"parameter {logged.name}: shape {list(found.shape)} in {self._base.root}, {list(logged.shape)} in the"
-                " log",
-                hint="give a base of the same run",
-            )
-        return found
-
-    def _look_up(
-        self, parameter: Parameter, updates: Sequence[OptimizerUpdate], group: Sequence[OptimizerUpdate]
-    ) -> BaseParameter:
-        atoms = {
-            logged_kind(kind): atom
-            for kind, atom in parameter.atoms.items()
-            if kind not in (WEIGHT, MASTER) and not is_counter(atom)
-        }
-        param = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)
-        if param is None:
-            raise InconsistentError(
-                f"parameter {parameter.name}: {self._base.root} contains neither its weight nor its master",
-                hint="use a base with all states: --only and --exclude leave some out",
-            )
-        step = self._steps.get(parameter.name, self._step)
-        counter = self._counter(parameter)
-        if counter is None:
-            if not atoms and (_count_before(group, step) <= 0 or self._has_counters):
-                counter = 0  # it had no gradient yet: a step logs the largest count of the group
-            else:
-                counter = max(_count_before(updates, step), 0)
-                if counter and not atoms:
-                    raise InconsistentError(
-                        f"parameter {parameter.name}: {self._base.root} contains no optimizer states of it after"
-                        f" {counter} updates",
-                        hint="use a base with all states: --only and --exclude leave some out",
-                    )
-        return BaseParameter(parameter.name, step, counter, {PARAM: param, **atoms})
-
-    def _counter(self, parameter: Parameter) -> int | None:
-        """The updates that the optimizer had counted for a parameter; None if the base has no such count."""
-        atom = parameter.atoms.get(STEP)
-        if atom is None or atom.numel != 1:
-            return None
-        fragment = atom.fragments[0]
-        data = fragment.inline or self._files.read(fragment.file, fragment.offset, fragment.dtype.itemsize)
-        count = scalar_value(data, fragment.dtype)
-        return None if count is None else int(count)
 
 
 def is_counter(atom: Atom) -> bool:
@@ -141,7 +32,7 @@ def _count_before(updates: Sequence[OptimizerUpdate], step: int) -> int:
 
 
 class SpanBuilder:
-    """The optimizer tensors and parameters of one span of a log, applied to one base."""
+    """Lists the optimizer tensors of a span, and where the states of each parameter of the base are in them."""
 
     def __init__(
         self, base: Checkpoint, span: EpochSpan, kernel: ReplayKernel | None, step: int, steps: Mapping[str, int]
@@ -154,7 +45,9 @@ class SpanBuilder:
         self.manifest = span.epoch.manifest
         self._files = SourceFiles(base.root, computed=base.computed)
         self._steps = steps
-        self._in_base = BaseParameters(base, self._files, self.manifest.parameters, step, steps)
+        self._in_base: dict[int, BaseParameter] = {}  # by number in the log
+        self._aliases = base.aliases()
+        self._has_counters = any(STEP in parameter.atoms for parameter in base.parameters.values())
         self.stored: dict[int, LoggedStates] = {}  # by stream, once `tensors` was called
         self.logged: dict[str, EncodedBlock] = {}  # computed files whose content is in the log
 
@@ -172,7 +65,7 @@ class SpanBuilder:
                 blocks = stream.schema.blocks_of(index)
                 updates = of_stream.of_tensor(index)
                 group = of_stream.of_group(schema.group)
-                in_base = {block.parameter: self._in_base.of(block.parameter, updates, group) for block in blocks}
+                in_base = {block.parameter: self._find_in_base(block.parameter, updates, group) for block in blocks}
                 if self.kernel is None and not stored and span.first <= span.last:
                     optimizer = f"{self.manifest.optimizer} ({self.manifest.kernel.id})"
                     raise UsageError(
@@ -182,7 +75,7 @@ class SpanBuilder:
                         " as well",
                     )
                 dtype = BY_NAME[schema.dtype]
-                self._in_base.check(in_base.values(), dtype, updates, stream.number)
+                self._check_base(in_base.values(), dtype, updates, stream.number)
                 yield ReplayedTensor(
                     computed_file_name(span.epoch.number, number, index, span.last),
                     stream,
@@ -319,6 +212,87 @@ class SpanBuilder:
         advanced = with_number(atom, count)
         assert advanced is not None, atom.dtype
         return advanced
+
+    # The log's parameters in the base
+
+    def _check_base(
+        self, parameters: Iterable[BaseParameter], dtype: DType, updates: Sequence[OptimizerUpdate], stream: int
+    ) -> None:
+        """Check that the log can continue from the base: it has the same dtype, and not more updates."""
+        for parameter in parameters:
+            param = parameter.atoms[PARAM]
+            if param.dtype != dtype:
+                raise InconsistentError(
+                    f"parameter {parameter.name}: the optimizer updated it in {dtype}, the base has it in"
+                    f" {param.dtype}",
+                    hint="use a base with masters in full precision",
+                )
+            after = next((update for update in updates if update.step > parameter.step), None)
+            if after is not None and after.before >= 0 and parameter.counter > after.before:
+                raise InconsistentError(
+                    f"parameter {parameter.name}: its optimizer had counted {parameter.counter} updates in"
+                    f" {self.base.root}, and {after.before} before step {after.step} of the log (stream {stream})",
+                    hint="the base is not of this run, or not of the step that it claims",
+                )
+
+    def _find_in_base(
+        self, number: int, updates: Sequence[OptimizerUpdate], group: Sequence[OptimizerUpdate]
+    ) -> BaseParameter:
+        """Parameter `number` of the log in the base.
+
+        `updates` are those of its optimizer tensor in the span, `group` those of any tensor of its group.
+        """
+        if number in self._in_base:
+            return self._in_base[number]
+        logged = self.manifest.parameters[number]
+        parameter = self.base.parameters.get(self._aliases.get(logged.name, logged.name))
+        if parameter is None:
+            raise InconsistentError(
+                f"{self.base.root}: does not contain parameter {logged.name}, which the log trains",
+                hint="give a base of the same run",
+            )
+        if parameter.shape != logged.shape:
+            raise InconsistentError(
+                f"parameter {logged.name}: shape {list(parameter.shape)} in {self.base.root}, {list(logged.shape)} in"
+                " the log",
+                hint="give a base of the same run",
+            )
+        atoms = {
+            logged_kind(kind): atom
+            for kind, atom in parameter.atoms.items()
+            if kind not in (WEIGHT, MASTER) and not is_counter(atom)
+        }
+        param = parameter.atoms.get(MASTER) or parameter.atoms.get(WEIGHT)
+        if param is None:
+            raise InconsistentError(
+                f"parameter {parameter.name}: {self.base.root} contains neither its weight nor its master",
+                hint="use a base with all states: --only and --exclude leave some out",
+            )
+        step = self._steps.get(parameter.name, self._step)
+        counter = self._counter(parameter)
+        if counter is None:
+            if not atoms and (_count_before(group, step) <= 0 or self._has_counters):
+                counter = 0  # it had no gradient yet: a step logs the largest count of the group
+            else:
+                counter = max(_count_before(updates, step), 0)
+                if counter and not atoms:
+                    raise InconsistentError(
+                        f"parameter {parameter.name}: {self.base.root} contains no optimizer states of it after"
+                        f" {counter} updates",
+                        hint="use a base with all states: --only and --exclude leave some out",
+                    )
+        found = self._in_base[number] = BaseParameter(parameter.name, step, counter, {PARAM: param, **atoms})
+        return found
+
+    def _counter(self, parameter: Parameter) -> int | None:
+        """The updates that the optimizer had counted for a parameter; None if the base has no such count."""
+        atom = parameter.atoms.get(STEP)
+        if atom is None or atom.numel != 1:
+            return None
+        fragment = atom.fragments[0]
+        data = fragment.inline or self._files.read(fragment.file, fragment.offset, fragment.dtype.itemsize)
+        count = scalar_value(data, fragment.dtype)
+        return None if count is None else int(count)
 
 
 def _fragments(places: Sequence[tuple[ReplayedTensor, LogBlock]], kind: str) -> tuple[Fragment, ...]:

@@ -163,10 +163,17 @@ class ChunkReplay:
         atom = self.tensor.base_parameters[block.parameter].atoms.get(kind)
         start, stop = self.range_of(block)
         inside = slice(self.start + start - block.offset, self.start + stop - block.offset)
-        target = self._target(kind, dtype, has_value=chain is not None or atom is not None)
-        if target is None:
-            return
-        place = target[start:stop]
+        state = self.chunk.get(kind)
+        if state is None:
+            kernel, updates = self.tensor.kernel, self.tensor.updates
+            value = kernel.initial(kind, updates[0].hyper) if kernel and updates else 0.0
+            if value is None and chain is None and atom is None:
+                return  # the first update creates it
+            import torch
+
+            state = torch.full((self.stop - self.start,), value or 0.0, dtype=torch_dtype(dtype))
+            self.chunk.states[kind] = state
+        place = state[start:stop]
         if chain is not None:
             raw = np.ascontiguousarray(self._stored(block, dtype, atom, chain)[inside]).view(np.uint8)
             place.copy_(as_torch(raw, dtype))
@@ -182,20 +189,6 @@ class ChunkReplay:
         if atom is not None:
             AtomReader(self.base, atom, flat=False).read_region(block.region, bits.view(raw_dtype(atom.dtype)))
         return self.tensor.stored.follow(chain, bits)
-
-    def _target(self, kind: str, dtype: DType, *, has_value: bool) -> torch.Tensor | None:
-        """The tensor of a state, created unless the first update should do that."""
-        import torch
-
-        state = self.chunk.get(kind)
-        if state is None:
-            kernel, updates = self.tensor.kernel, self.tensor.updates
-            value = kernel.initial(kind, updates[0].hyper) if kernel and updates else 0.0
-            if value is None and not has_value:
-                return None
-            state = torch.full((self.stop - self.start,), value or 0.0, dtype=torch_dtype(dtype))
-            self.chunk.states[kind] = state
-        return state
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
