@@ -53,7 +53,7 @@ class Journal:
         self.path = path
         self._fd: int | None = None
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_APPEND | os.O_CREAT, 0o644)
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_APPEND | os.O_CREAT, 0o644)
             is_owner = _lock(self._fd) and os.path.samestat(os.fstat(self._fd), os.stat(path))
         except FileNotFoundError:  # another process has just published or removed the folder, or removed the journal
             is_owner = False

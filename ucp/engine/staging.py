@@ -28,7 +28,16 @@ from ucp.engine.pool import Meter
 from ucp.engine.work_shard import UNSHARDED, WorkShard
 from ucp.engine.worker import WorkerBudget, WrittenRange, run_copy_tasks, trailer_tasks
 from ucp.errors import StorageError, UsageError, storage_errors
-from ucp.storage.local import SourceFiles, free_bytes, make_file, remove_tree, sync, sync_tree, write_all
+from ucp.storage.local import (
+    SourceFiles,
+    check_own_folder,
+    free_bytes,
+    make_file,
+    remove_tree,
+    sync,
+    sync_tree,
+    write_all,
+)
 from ucp.storage.paths import OWN_PREFIX, list_files
 
 
@@ -71,7 +80,8 @@ class StagingFolder:
     def begin(self, *, resume: bool, restart: bool) -> None:
         check_destination(self.path)
         with storage_errors(self.folder, "cannot be created"):
-            if self.folder.exists():
+            if os.path.lexists(self.folder):
+                check_own_folder(self.folder)
                 self._check_partial_output(resume, restart)
             self._open(restart)
 
@@ -379,7 +389,7 @@ def digest_range(path: Path, offset: int, nbytes: int, digest: xxhash.xxh3_128 |
 
 def _write_file(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         write_all(fd, 0, data)
     finally:

@@ -301,7 +301,7 @@ class OutputDescriptors:
             if len(self._open) >= self._limit:
                 os.close(self._open.pop(next(iter(self._open))))
             with storage_errors(self.path(number), "cannot be written"):
-                fd = os.open(self.path(number), os.O_WRONLY | os.O_CLOEXEC)
+                fd = os.open(self.path(number), os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._open[number] = fd
         try:
             write_all(fd, offset, data)

@@ -20,13 +20,14 @@ from typing import IO, TYPE_CHECKING, Final
 
 from ucp import settings
 from ucp.core.checkpoint import COMPUTED, ComputedFiles
-from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, storage_errors
+from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UnsafeError, storage_errors
 from ucp.storage.storage import FolderEntry, storage_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _PR_SET_PDEATHSIG: Final = 1
+_NOBODY: Final = 65534
 _MAX_VECTORS: Final = 1024  # buffers per `preadv` (IOV_MAX of Linux)
 
 
@@ -326,7 +327,7 @@ def write_all(fd: int, offset: int, data: memoryview | bytes) -> None:
 
 def make_file(path: Path, size: int, mode: int = 0o644) -> None:
     """Create a file of this size, and its folders, to be filled in place; an existing file keeps its bytes."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, mode)
     except FileNotFoundError:
@@ -339,6 +340,20 @@ def make_file(path: Path, size: int, mode: int = 0o644) -> None:
                 _reserve(fd, size)
     finally:
         os.close(fd)
+
+
+def check_own_folder(folder: Path) -> None:
+    """Refuse to write into a folder that another user made, or that contains links, which would be followed."""
+    status = folder.lstat()
+    user = os.geteuid()
+    # Root of another machine writes as this user to a shared file system.
+    is_own = status.st_uid == user or (user == 0 and status.st_uid == _NOBODY)
+    links = [folder] if not stat.S_ISDIR(status.st_mode) else []
+    for parent, folders, files in os.walk(folder):
+        links += [Path(parent, name) for name in (*folders, *files) if os.path.islink(os.path.join(parent, name))]
+    if links or not is_own:
+        what = f"{links[0]}: is a link or not a folder" if links else f"{folder}: belongs to another user"
+        raise UnsafeError(f"{what}, and writing there could change other files", hint=f"remove {folder} and start over")
 
 
 def free_bytes(folder: Path) -> int:

@@ -1,7 +1,7 @@
 """Evidence that a rank file is in the place of another rank's file.
 
 The rank files of a job have the same structure, so one that was renamed, exchanged or copied over another can be read
-without any error, and the result is wrong. Ranks are told apart by
+without any error, and the result is wrong. What distinguishes ranks:
 
 * the name of the archive: `torch.save` records the name of the file that it writes, and DeepSpeed's names contain the
   rank;
