@@ -17,7 +17,7 @@ pytest.importorskip("zensical", reason="zensical needs Python 3.11: pip install 
 
 def build(folder: Path) -> subprocess.CompletedProcess[str]:
     """Build the site as scripts/docs does, in `folder`."""
-    copied = re.search(r"^cp -r (.*) build/docs/$", (PROJECT / "scripts" / "docs").read_text(), re.MULTILINE)
+    copied = re.search(r"^cp -r --parents (.*) build/docs/$", (PROJECT / "scripts" / "docs").read_text(), re.MULTILINE)
     assert copied
     for name in copied[1].split():
         source, target = PROJECT / name, folder / "build" / "docs" / name
