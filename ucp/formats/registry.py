@@ -205,10 +205,7 @@ TARGETS: Final = tuple(entry.name for entry in _BUILT_IN if entry.write is not N
 
 def find_format(name: str) -> Format:
     """The entry of a format; one without hooks for a name that is not known."""
-    for entry in all_formats():
-        if entry.name == name:
-            return entry
-    return Format(name)
+    return next((entry for entry in all_formats() if entry.name == name), Format(name))
 
 
 def all_formats() -> Iterator[Format]:

@@ -97,9 +97,8 @@ class LinkTableWriter:
         self._files: dict[str, int] = {}
         self._regions: dict[Region, int] = {}
         self._ranks: dict[Rank, int] = {}
-        self._seen: dict[
-            tuple[int, int, int], tuple[int, tuple[Box, ...]]
-        ] = {}  # by identity of the boxes, which are kept here
+        # Numbers of regions by identity of their boxes, which are kept here.
+        self._seen: dict[tuple[int, int, int], tuple[int, tuple[Box, ...]]] = {}
 
     def state(self, atom: Atom) -> dict[str, Any]:
         """The manifest entry of one virtual atom."""
@@ -117,8 +116,12 @@ class LinkTableWriter:
     def _row(self, fragment: Fragment) -> list[Any]:
         region, file, offset, dtype, rank, strides, inline, scale = fragment
         files, ranks = self._files, self._ranks
+        # States of a parameter share their boxes, which are hashed once.
+        key = id(region.boxes), region.start, region.stop
+        if key not in self._seen:
+            self._seen[key] = self._regions.setdefault(region, len(self._regions)), region.boxes
         row: list[Any] = [
-            self._number(region),
+            self._seen[key][0],
             files.setdefault(file, len(files)),
             offset,
             dtype.name,
@@ -134,15 +137,6 @@ class LinkTableWriter:
         if scale != 1.0:
             more["scale"] = scale
         return [*row, more]
-
-    def _number(self, region: Region) -> int:
-        """The index of a region. States of a parameter share their boxes, which are hashed once."""
-        boxes, start, stop = region
-        key = id(boxes), start, stop
-        seen = self._seen.get(key)
-        if seen is None:
-            seen = self._seen[key] = self._regions.setdefault(region, len(self._regions)), boxes
-        return seen[0]
 
     def tables(self) -> dict[str, Any]:
         """The `links` object of the manifest; call it after all calls of `state`."""

@@ -9,7 +9,7 @@ or any file with a model in it) are sorted in the same way.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -84,7 +84,12 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     whole = read_full_state_dict(location.root, dict(location.whole)) if location.whole else None
     lost: dict[str, str] | None = {} if options.tolerant else None
     folders = [whole.folder] if whole else [read_dcp_folder(location.root, name, lost) for name in location.folders]
-    contents = assemble(location.root, folders, whole, lost or ())
+    with SourceFiles(location.root) as files:
+        archives = (
+            TensorArchives(location.root, lost or ()) if whole is None else FullStateDictTensors(location.root, whole)
+        )
+        objects = ObjectArchives(files) if whole is None else FullStateDictObjects(files, whole)
+        contents = _DcpIndexBuilder(location.root, folders, EntryValues(archives, files, objects))
     sizes = {file: size for folder in folders for file, size in folder.files.items()}
     carried, skipped = sidecar_files(location, set(sizes))
     notes = contents.notes
@@ -133,38 +138,20 @@ def _framework(location: DcpLocation, folders: list[DcpFolder]) -> str:
     return "torch.distributed.checkpoint"
 
 
-@dataclass(slots=True)
-class DcpContents:
-    """The content of a checkpoint's folders, in the terms of the index."""
-
-    parameters: dict[str, Parameter] = field(default_factory=dict)
-    groups: list[ParamGroup] = field(default_factory=list)
-    trees: dict[str, Any] = field(default_factory=dict)  # extras, by the path of the metadata file
-    notes: list[Note] = field(default_factory=list)
-    step: int | None = None
-    style: dict[str, Any] = field(default_factory=dict)  # structure of the keys, for a writer to repeat
-
-
-def assemble(
-    root: Path, folders: list[DcpFolder], whole: FullStateDict | None = None, lost: Container[str] = ()
-) -> DcpContents:
-    """Index the folders as one checkpoint (Accelerate has one folder each for model and optimizer).
-
-    `whole` is the source of entries that are not in archives of their own; `lost` files are not opened.
-    """
-    with SourceFiles(root) as files:
-        archives = TensorArchives(root, lost) if whole is None else FullStateDictTensors(root, whole)
-        objects = ObjectArchives(files) if whole is None else FullStateDictObjects(files, whole)
-        return _DcpIndexBuilder(root, files, folders, EntryValues(archives, files, objects)).contents
-
-
 class _DcpIndexBuilder:
-    def __init__(self, root: Path, files: SourceFiles, folders: list[DcpFolder], values: EntryValues) -> None:
+    """Indexes the folders as one checkpoint (Accelerate has one folder each for model and optimizer)."""
+
+    def __init__(self, root: Path, folders: list[DcpFolder], values: EntryValues) -> None:
+        self.parameters: dict[str, Parameter] = {}
+        self.groups: list[ParamGroup] = []
+        self.trees: dict[str, Any] = {}  # extras, by the path of the metadata file
+        self.notes: list[Note] = []
+        self.step: int | None = None
+        self.style: dict[str, Any] = {}  # structure of the keys, for a writer to repeat
         self.root = root
-        self.files = files
+        self.files = values.files
         self.archives = values.archives
         self.values = values
-        self.contents = DcpContents()
         self.facts = PrivateKeys()
         self.left: dict[str, list[DcpEntry]] = {folder.name: [] for folder in folders}
         optimizers: list[tuple[OptimizerKeys, list[DcpParamGroup], DcpFolder]] = []
@@ -190,7 +177,7 @@ class _DcpIndexBuilder:
         optimizers: list[tuple[OptimizerKeys, list[DcpParamGroup], DcpFolder]],
     ) -> None:
         several = len(models) > 1
-        self.contents.notes.extend(note for model, _ in models if (note := model.note()) is not None)
+        self.notes.extend(note for model, _ in models if (note := model.note()) is not None)
         names_of: list[tuple[ModelKeys, dict[str, str]]] = []  # an optimizer's name of a tensor → our name
         tensors: dict[str, DcpTensor] = {}
         for model, _ in models:
@@ -215,7 +202,7 @@ class _DcpIndexBuilder:
         roles.update((name, "frozen") for name in idle if name in roles)
         roles.update((name, "buffer") for name in self.facts.buffers if name in roles and name not in trained)
         ties = find_ties(self.archives, self.files, tensors, trained, roles) if owned else {}
-        parameters = self.contents.parameters
+        parameters = self.parameters
         for name, entry in tensors.items():
             if name not in ties:
                 atom = self.archives.atom(entry, name, WEIGHT)
@@ -232,8 +219,8 @@ class _DcpIndexBuilder:
             for group in groups:
                 members = [known[name] for name in group.names if known[name] in parameters]
                 for name in members:
-                    parameters[name].group = len(self.contents.groups)
-                self.contents.groups.append(ParamGroup(group.hyper, members))
+                    parameters[name].group = len(self.groups)
+                self.groups.append(ParamGroup(group.hyper, members))
         if idle:
             shown = ", ".join([*idle[:3], *(["…"] if len(idle) > 3 else [])])
             text = f"{len(idle)} of the optimizer's parameters have no state, and are taken as frozen: {shown}"
@@ -324,10 +311,10 @@ class _DcpIndexBuilder:
                         self.values.unread.append(entry)
                         continue
                     atom = Atom(name, kind, (), number.dtype, scalar_fragments(Rank(), number))
-                parameter = self.contents.parameters.get(name)
+                parameter = self.parameters.get(name)
                 if parameter is None:
                     shape = next((e.shape for e in states.values() if isinstance(e, DcpTensor) and e.shape), ())
-                    parameter = self.contents.parameters[name] = Parameter(name, shape)
+                    parameter = self.parameters[name] = Parameter(name, shape)
                 elif atom.shape != parameter.shape and (kind in LIKE_WEIGHT or atom.numel == parameter.numel > 1):
                     raise InconsistentError(
                         f"{self.root}: {entry.key} has the shape {list(atom.shape)},"
@@ -335,9 +322,9 @@ class _DcpIndexBuilder:
                         hint="files of two models are mixed in this folder; restore those of one save",
                     )
                 parameter.atoms[kind] = atom
-                if kind == STEP and self.contents.step is None:
+                if kind == STEP and self.step is None:
                     value = self.values.plain(entry)
-                    self.contents.step = int(value) if isinstance(value, (int, float)) and value >= 0 else None
+                    self.step = int(value) if isinstance(value, (int, float)) and value >= 0 else None
 
     # the rest -----------------------------------------------------------------------------------------------------
 
@@ -346,7 +333,7 @@ class _DcpIndexBuilder:
         models: list[tuple[ModelKeys, DcpFolder]],
         optimizers: list[tuple[OptimizerKeys, list[DcpParamGroup], DcpFolder]],
     ) -> None:
-        style = self.contents.style
+        style = self.style
         if len(models) == 1:
             model, folder = models[0]
             style["model"] = StateDictSection(folder.name, model.prefix).to_json()
@@ -365,7 +352,7 @@ class _DcpIndexBuilder:
         self.left[next(iter(self.left))].extend(self.values.unread)
         for folder, entries in self.left.items():
             if entries:
-                self.contents.trees[folder + METADATA] = nest(
+                self.trees[folder + METADATA] = nest(
                     {
                         entry.path: self.values.objects.value(entry)
                         if isinstance(entry, DcpObject)
@@ -379,12 +366,12 @@ class _DcpIndexBuilder:
                 "tensors-in-extras", f"tensors of {large:,} bytes belong to no model here: they are carried as extras"
             )
         if self.facts.step is not None:
-            self.contents.step = self.facts.step
-        elif self.contents.step is None:
-            self.contents.step = _counted_step(self.contents.trees)
+            self.step = self.facts.step
+        elif self.step is None:
+            self.step = _counted_step(self.trees)
 
     def _note(self, name: str, text: str) -> None:
-        self.contents.notes.append(Note(name, text))
+        self.notes.append(Note(name, text))
 
 
 def _counted_step(trees: Mapping[str, Any]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -160,7 +161,9 @@ def _search(path: Path) -> list[Path]:
         steps: list[Path] = []
         below: list[Path] = []
         for folder in level:
-            children = sorted(child for child in _folders_in(folder) if not child.name.startswith("."))
+            children: list[Path] = []
+            with suppress(PermissionError):
+                children = sorted(child for child in folder.iterdir() if child.is_dir() and child.name[0] != ".")
             here = [child for child in children if _is_readable_step(child)]
             named = _latest_tag(folder) if folder != path else None
             steps.extend([child for child in here if child.name == named] or here)
@@ -179,13 +182,6 @@ def _is_readable_step(path: Path) -> bool:
         return is_step_folder(path)
     except PermissionError:
         return False
-
-
-def _folders_in(path: Path) -> list[Path]:
-    try:
-        return [child for child in path.iterdir() if child.is_dir()]
-    except PermissionError:
-        return []
 
 
 def recognises_universal(path: Path) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 from ucp.errors import InconsistentError
 
@@ -33,8 +33,6 @@ STATE_SUFFIX: Final = ".pt"
 MASTER_FILE: Final = "fp32"
 OPTIMIZER_STATE: Final = "zero/optimizer_state.pt"
 LATEST_UNIVERSAL: Final = "latest_universal"
-
-_Key = TypeVar("_Key", int, tuple[int, int], tuple[int, int, int])
 
 
 @dataclass(slots=True)
@@ -63,35 +61,23 @@ def is_state_file(name: str) -> bool:
 def classify_files(names: list[str]) -> StepFiles:
     """Assign every file name its role. Two files with the same role and rank are an error."""
     files = StepFiles()
+    patterns = (_MODEL, _SHARDED_MODEL, _OPTIM, _LAYER, _EXPERT, _EXPERT_OPTIM)
     for name in sorted(names):
-        _classify(files, name)
+        for role, pattern in zip(files.roles(), patterns, strict=True):
+            if found := pattern.fullmatch(name):
+                absent = 0 if pattern is _LAYER else -1  # the number that a name may omit: tensor-parallel rank, layer
+                numbers = tuple(absent if number is None else int(number) for number in found.groups())
+                key = numbers if len(numbers) > 1 else numbers[0]
+                if key in role:
+                    raise InconsistentError(
+                        f"{role[key]} and {name} claim the same rank: the folder mixes two saves",
+                        hint="remove the file that belongs to the other save",
+                    )
+                role[key] = name
+                break
+        else:
+            files.other.append(name)
     return files
-
-
-def _classify(files: StepFiles, name: str) -> None:
-    if found := _MODEL.fullmatch(name):
-        _add_file(files.model, int(found[1]), name)
-    elif found := _SHARDED_MODEL.fullmatch(name):
-        _add_file(files.sharded_model, (int(found[1]), int(found[2])), name)
-    elif found := _OPTIM.fullmatch(name):
-        _add_file(files.optim, (int(found[1]), int(found[2])), name)
-    elif found := _LAYER.fullmatch(name):
-        _add_file(files.layers, (int(found[1]), int(found[2] or 0)), name)
-    elif found := _EXPERT.fullmatch(name):
-        _add_file(files.experts, (int(found[1]) if found[1] else -1, int(found[2]), int(found[3])), name)
-    elif found := _EXPERT_OPTIM.fullmatch(name):
-        _add_file(files.expert_optim, (int(found[1]), int(found[2])), name)
-    else:
-        files.other.append(name)
-
-
-def _add_file(role: dict[_Key, str], key: _Key, name: str) -> None:
-    if key in role:
-        raise InconsistentError(
-            f"{role[key]} and {name} claim the same rank: the folder mixes two saves",
-            hint="remove the file that belongs to the other save",
-        )
-    role[key] = name
 
 
 def model_file_name(mp: int) -> str:

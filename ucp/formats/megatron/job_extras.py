@@ -205,13 +205,8 @@ class TargetRngStates:
         self._degrees = [1 + max((rank[axis] for rank in stored), default=0) for axis in range(3)]
         self.notes: list[Note] = []
         if stored and any(n > held for n, held in zip((mesh.pp, mesh.tp, mesh.ep), self._degrees, strict=True)):
-            self.notes.append(
-                Note(
-                    "rng-repeated",
-                    "there are more ranks than the source has random states: some ranks share one"
-                    " (start with --no-load-rng for fresh ones)",
-                )
-            )
+            text = "there are more ranks than the source has random states: some ranks share one"
+            self.notes.append(Note("rng-repeated", f"{text} (start with --no-load-rng for fresh ones)"))
 
     def of(self, pp: int, tp: int, dp: int = 0) -> Any:
         """Return the state of one rank, or None if the source has none. `dp` only matters with expert parallelism."""

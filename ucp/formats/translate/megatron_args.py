@@ -6,6 +6,7 @@ Megatron-DeepSpeed has other names for some arguments.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, Final
 
 from ucp.formats.translate.hf_config import YARN_DEFAULTS, yarn_values
@@ -19,11 +20,7 @@ _LEARNED: Final = "learned_absolute"
 _SIGMOID: Final = "sigmoid"
 # Arguments of multi-latent attention, and those of YaRN by Hugging Face's keys.
 _MLA: Final = {
-    "q_lora_rank": "q_rank",
-    "kv_lora_rank": "kv_rank",
-    "qk_head_dim": "nope_dim",
-    "qk_pos_emb_head_dim": "rope_dim",
-    "v_head_dim": "value_dim",
+    each.metadata["megatron"][0]: each.name for each in fields(ModelConfig) if each.metadata.get("only") == "mla"
 }
 _YARN: Final = {key: "rotary_scaling_factor" if key == "factor" else key for key in YARN_DEFAULTS}
 

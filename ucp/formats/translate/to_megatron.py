@@ -23,18 +23,6 @@ from ucp.formats.translate.model_config import ModelConfig, megatron_args_of_fil
 
 _DECOUPLED: Final = (EMBEDDING, OUTPUT)  # the parameters that --decoupled-lr is for
 _DECAY: Final = "weight_decay"
-_SCHEDULE: Final = (
-    "max_lr",
-    "min_lr",
-    "lr_warmup_steps",
-    "num_steps",
-    "lr_decay_style",
-    "lr_decay_steps",
-    "start_wd",
-    "end_wd",
-    "wd_incr_style",
-    "wd_incr_steps",
-)
 
 
 def to_megatron(
@@ -67,10 +55,11 @@ def to_megatron(
     }
     schedule = first.get("lr_scheduler")
     has_schedule = isinstance(schedule, dict) and "num_steps" in schedule
+    minimal = _minimal_schedule(checkpoint.groups, first)
     if isinstance(schedule, dict) and has_schedule:
-        tree["opt_param_scheduler"] = {key: schedule[key] for key in _SCHEDULE if key in schedule}
+        tree["opt_param_scheduler"] = {key: schedule[key] for key in minimal if key in schedule}
     elif checkpoint.groups:
-        tree["opt_param_scheduler"] = _minimal_schedule(checkpoint.groups, first)
+        tree["opt_param_scheduler"] = minimal
     scaler = _loss_scaler(checkpoint)
     if scaler is not None:
         tree["optimizer"] = {"grad_scaler": scaler}

@@ -69,14 +69,8 @@ def handle_shifted_state(
         for kind in states[name]:
             if kind != WEIGHT:
                 states[name][kind].replace(partial(_refuse, f"{root}: {name}|{kind}"), 1)
-    return [
-        Note(
-            "optimizer-state-shifted",
-            f"masters and moments of {len(names)} of {len(states)} parameters are damaged"
-            f" ({first_few(names, _SHOWN)}): {_WHY};"
-            " weights are intact",
-        )
-    ]
+    text = f"masters and moments of {len(names)} of {len(states)} parameters are damaged ({first_few(names, _SHOWN)})"
+    return [Note("optimizer-state-shifted", f"{text}: {_WHY}; weights are intact")]
 
 
 def _refuse(where: str) -> Iterator[Fragment]:
@@ -106,13 +100,8 @@ def _repair(buffers: list[ShiftedBuffer], names: list[str], states: StateTable) 
     notes = [Note("optimizer-state-repaired", f"masters and moments of {len(names)} parameters were repaired: {_WHY}")]
     if lost:
         listed = ", ".join(f"{name} {count}" for name, count in lost.items())
-        notes.append(
-            Note(
-                "optimizer-state-lost",
-                f"elements that no file holds, by parameter: {listed}; masters were taken from the weights there,"
-                " moments are zero",
-            )
-        )
+        then = "masters were taken from the weights there, moments are zero"
+        notes.append(Note("optimizer-state-lost", f"elements that no file holds, by parameter: {listed}; {then}"))
     return notes
 
 

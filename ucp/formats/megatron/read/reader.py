@@ -99,15 +99,9 @@ def build_checkpoint(
         for name in group.names:
             if name in parameters and parameters[name].group is None:
                 parameters[name].group = number
-    is_vocabulary_unknown = any(p.rule.cut == "vocab" and p.rule.true_size is None for p in parameters.values())
-    if is_vocabulary_unknown:
-        notes.append(
-            Note(
-                "vocabulary-unknown",
-                "the size of the tokenizer is not in the checkpoint: rows that pad the vocabulary are kept"
-                " (give it in a rule file: cut = vocab, true_size)",
-            )
-        )
+    if any(p.rule.cut == "vocab" and p.rule.true_size is None for p in parameters.values()):
+        text = "the size of the tokenizer is not in the checkpoint: rows that pad the vocabulary are kept"
+        notes.append(Note("vocabulary-unknown", f"{text} (give it in a rule file: cut = vocab, true_size)"))
     with storage_errors(folder.root):
         sizes = dict(sorted(list_files(folder.root)))
     return Checkpoint(
