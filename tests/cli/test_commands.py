@@ -225,7 +225,7 @@ def test_no_space_and_no_permission(clean: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can read every file: run as another user")
 def test_an_unreadable_file_is_named(checkpoint: Path) -> None:
     optimizer_file(checkpoint).chmod(0)
     both(checkpoint, 5, optimizer_file(checkpoint).name)

@@ -94,7 +94,7 @@ def s3(s3_port: int) -> Iterator[None]:
 def cluster(s3: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     del s3
     if find_spec("ray") is None:
-        pytest.skip("Ray is not installed")
+        pytest.skip("Ray is not installed (pip install ray)")
     made = Cluster(tmp_path_factory.mktemp("cluster"))
     yield made
     made.close()

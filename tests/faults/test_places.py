@@ -58,12 +58,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place.mkdir()
     mount = shutil.which("mount")
     if os.geteuid() != 0 or mount is None:
-        pytest.skip("only root may mount")
+        pytest.skip("only root can mount a file system: run as root")
     done = subprocess.run(
         [mount, "-t", "tmpfs", "-o", "size=500k", "none", str(place)], capture_output=True, check=False
     )
     if done.returncode:
-        pytest.skip("mounting is not allowed here")
+        pytest.skip("mounting is not allowed: run outside of a container, or with CAP_SYS_ADMIN")
     yield place
     subprocess.run(["umount", str(place)], check=True)
 

@@ -30,7 +30,7 @@ def replace_by(kind: str, path: Path) -> None:
         try:
             os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero has no end
         except PermissionError:
-            pytest.skip("only root can make devices")
+            pytest.skip("only root can make devices: run as root")
 
 
 @pytest.mark.parametrize("file", FILES)

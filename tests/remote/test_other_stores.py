@@ -41,7 +41,9 @@ def test_a_client_gets_no_options_that_it_does_not_know(tmp_path: Path) -> None:
     assert ObjectStore("picky://bucket").upload(file, "picky://bucket/file", streams=4).size == 10
 
 
-@pytest.mark.skipif(not STORES, reason="UCP_TEST_STORES is not set")
+@pytest.mark.skipif(
+    not STORES, reason="UCP_TEST_STORES is not set: URLs of folders that may be written, separated by spaces"
+)
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("to", ["atoms", "deepspeed"])
 def test_a_store_is_source_and_target(store: str, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

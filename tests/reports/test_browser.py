@@ -14,7 +14,10 @@ from tests.reports.pages import HOSTILE, full, hostile_page
 from ucp.reports.html_page import html_page
 from ucp.reports.page_data import page_data
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="no chromium with its chromedriver here")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None,
+    reason="chromium or chromedriver is not installed (apt install chromium chromium-driver)",
+)
 
 ESCAPE, ENTER, DOWN, RIGHT = "\ue00c", "\ue007", "\ue015", "\ue014"
 ROW, HEAD = 18, 34  # of the map, in pixels

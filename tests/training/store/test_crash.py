@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stores need Lin
 @pytest.mark.parametrize("kills, where", [(60, "disk"), (140, "memory")])
 def test_a_killed_writer_leaves_one_whole_generation(tmp_path: Path, kills: int, where: str) -> None:
     if where == "memory" and not os.access(SHARED_MEMORY, os.W_OK):
-        pytest.skip("no shared memory")
+        pytest.skip("/dev/shm is not writable: mount a tmpfs there")
     folder = Path(tempfile.mkdtemp(dir=SHARED_MEMORY if where == "memory" else tmp_path))
     done = subprocess.run(
         [sys.executable, "-m", "tests.training.store.killed_writer", str(folder / "store"), str(kills), "7"],

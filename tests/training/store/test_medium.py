@@ -46,7 +46,7 @@ def is_persisted(path: Path) -> bool:
 def test_memory_of_the_system_is_synced() -> None:
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        pytest.skip("no file system here that surely has no DAX")
+        pytest.skip("/dev/shm does not exist: mount a tmpfs there")
     path = folder / f"ucp-test-medium-{os.getpid()}"
     try:
         made = mapped(path)
@@ -70,7 +70,7 @@ def test_persistent_memory_without_its_library_is_synced(tmp_path: Path, monkeyp
 
 
 @pytest.mark.usefixtures("on_dax")
-@pytest.mark.skipif(store._libpmem() is None, reason="libpmem is not installed")
+@pytest.mark.skipif(store._libpmem() is None, reason="libpmem is not installed (apt install libpmem1)")
 def test_persistent_memory_is_flushed_by_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_libc", lambda: pytest.fail("a system call"))
     made = mapped(tmp_path / "store")
