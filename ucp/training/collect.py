@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -36,25 +36,18 @@ class LiveFragment:
     tensor: torch.Tensor
 
 
-@dataclass(slots=True)
-class RankState:
-    """The fragments and parameters of one rank."""
-
-    fragments: list[LiveFragment] = field(default_factory=list)
-    parameters: dict[str, Parameter] = field(default_factory=dict)  # without atoms
-
-
 class StateCollector:
     """Collects the fragments of one rank."""
 
     def __init__(self, job: LiveJob, rules: TensorParallelRules) -> None:
         self.job = job
         self.rules = rules
-        self.state = RankState()
+        self.fragments: list[LiveFragment] = []
+        self.parameters: dict[str, Parameter] = {}  # without atoms
         self._regions: dict[str, Region] = {}
 
-    def collect(self) -> RankState:
-        """All fragments of this rank, in the order of the optimizer's tensors."""
+    def collect(self) -> None:
+        """Add all parameters, and all fragments of this rank in the order of the optimizer's tensors."""
         job = self.job
         trained = self.add_parameters()
         copies = {live.slice.name: dtype_of(live.tensor) for live in job.weights}
@@ -71,7 +64,6 @@ class StateCollector:
         for live in (*job.weights, *job.frozen, *job.buffers):
             if live.slice.name in copies or live.slice.name not in trained:
                 self._add(live.slice, WEIGHT, live.tensor)
-        return self.state
 
     def add_parameters(self) -> dict[str, int]:
         """Add every parameter. Returns name → param group of the trained ones."""
@@ -87,7 +79,7 @@ class StateCollector:
             pieces = slice_pieces(rule, padded, job.mesh.tp, job.rank.tp, name)
             self._regions[name] = Region.of(piece.box for piece in pieces)
             logical = job.logical_name(name)
-            self.state.parameters[logical] = Parameter(
+            self.parameters[logical] = Parameter(
                 logical,
                 shape,
                 role,
@@ -141,7 +133,7 @@ class StateCollector:
         fragment = LiveFragment(
             self.job.logical_name(name), kind, shape, dtype_of(tensor), Region.all_of(shape), tensor.view(-1)
         )
-        self.state.fragments.append(fragment)
+        self.fragments.append(fragment)
 
     def _add(self, param_slice: ParamSlice, kind: str, tensor: Any) -> None:
         flat = flat_view(tensor)
@@ -149,9 +141,9 @@ class StateCollector:
             flat = local_tensor(tensor).contiguous().view(-1)  # channels last: copy in row-major order
         region = self.region_of(param_slice)
         logical = self.job.logical_name(param_slice.name)
-        shape = self.state.parameters[logical].shape
+        shape = self.parameters[logical].shape
         part = flat.narrow(0, param_slice.start, region.numel)
-        self.state.fragments.append(LiveFragment(logical, kind, shape, dtype_of(part), region, part))
+        self.fragments.append(LiveFragment(logical, kind, shape, dtype_of(part), region, part))
 
 
 def is_elementwise(kind: str, value: Any, key: torch.Tensor) -> bool:

@@ -91,10 +91,6 @@ class LiveJob:
         """The name that checkpoints use for a parameter of this rank."""
         return self.checkpoint_names.get(name, name)
 
-    @property
-    def is_deepspeed(self) -> bool:
-        return self.engine is not None
-
 
 def dtype_of(tensor: torch.Tensor) -> DType:
     """The dtype of a live tensor as a `ucp` dtype."""

@@ -136,7 +136,8 @@ class LoadPlanner:
             kinds.update(dict.fromkeys(_states(parameter)))
         plan.reset = not kinds and (self._has_states or self.source.step == 0)
         for kind in () if plan.reset else sorted(expected - set(kinds)):
-            optional = _is_single_number(live.get(kind)) and kind != STEP
+            value = live.get(kind)  # a single number may be missing: `saved_index` drops those of partitions
+            optional = kind != STEP and (isinstance(value, (int, float)) or getattr(value, "shape", None) == ())
             (self.plan.not_restored if optional else self.plan.problems).append(
                 f"the checkpoint has no '{kind}' for {first_few([p.name for p in members])}, which this optimizer"
                 f" ({type(self.job.optimizer).__name__}) needs"
@@ -291,11 +292,6 @@ def _is_number(parameter: Parameter, kind: str) -> bool:
     """Whether a state is a single number instead of one value per element."""
     atom = parameter.atoms[kind]
     return atom.numel == 1 and (kind == STEP or (atom.shape == () and parameter.shape != ()))
-
-
-def _is_single_number(value: Any) -> bool:
-    """Whether a live state is a single number. Such states may be missing: `saved_index` drops those of partitions."""
-    return isinstance(value, (int, float)) or getattr(value, "shape", None) == ()
 
 
 def _state_kinds(state: Mapping[Any, Any]) -> set[str]:

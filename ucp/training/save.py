@@ -95,7 +95,9 @@ def save(
     handle = SaveHandle(saver.path)
     if asynchronous:
         saver.group = background_group()
-        saver.copy_to_cpu()
+        for number in {write.fragment for write in saver.writes}:
+            fragment = saver.fragments[number]
+            fragment.tensor = fragment.tensor.detach().cpu().clone()
         handle._work = run_in_background(saver.write, "ucp-save")
         _running.append(handle)
     else:
@@ -136,11 +138,11 @@ class RankSaver:
             tp_rules = TensorParallelRules(job, book, client_state)
         tp_rules.agree_on_defaults()
         with fail_together():
-            state = StateCollector(job, tp_rules).collect()
+            collector = StateCollector(job, tp_rules)
+            collector.collect()
             training_state = collect_training_state(job, client_state)
-        self.fragments = state.fragments
-        summary = summarize_rank(job, state, training_state, numbers_of(state.fragments))
-        ranks = gather_to_first(summary)
+        self.fragments = collector.fragments
+        ranks = gather_to_first(summarize_rank(job, collector, training_state, numbers_of(self.fragments)))
         assignments: list[Any] | None = None
         with fail_together():
             if ranks is not None:
@@ -172,12 +174,6 @@ class RankSaver:
             self.fragments.append(LiveFragment(name, "extra", shape, dtype_of(flat), Region.all_of(shape), flat))
             candidates[name] = WriteCandidate(0, len(self.fragments) - 1, Region.all_of(shape))
         return candidates
-
-    def copy_to_cpu(self) -> None:
-        """Copy everything that this rank will write, so that training may continue."""
-        for number in {write.fragment for write in self.writes}:
-            fragment = self.fragments[number]
-            fragment.tensor = fragment.tensor.detach().cpu().clone()
 
     def write(self) -> None:
         """Write this rank's elements; rank 0 publishes the folder when all ranks are done. Collective, in `group`."""

@@ -18,7 +18,7 @@ from ucp.core.dtypes import BY_NAME, DType
 from ucp.core.region import Region
 from ucp.errors import InconsistentError, UsageError
 from ucp.formats.deepspeed.step_files import model_file_name, optimizer_file_name
-from ucp.training.collect import RankState
+from ucp.training.collect import StateCollector
 from ucp.training.live_job import LiveJob, dtype_of, updates_counted
 from ucp.training.training_state import (
     COUNTERS,
@@ -130,7 +130,10 @@ class RankSummary:
 
 
 def summarize_rank(
-    job: LiveJob, held: RankState, training_state: dict[str, Any], numbers: dict[tuple[str, str], Any] | None = None
+    job: LiveJob,
+    held: StateCollector,
+    training_state: dict[str, Any],
+    numbers: dict[tuple[str, str], Any] | None = None,
 ) -> RankSummary:
     """The summary of this rank's state."""
     fragments = [(f.name, f.kind, f.dtype.name, f.shape, f.region) for f in held.fragments]
@@ -172,7 +175,7 @@ def build_index(
 
     trees, step = build_trees(job, [summary.state for summary in summaries], keep, notes)
     checkpoint = Checkpoint(
-        "deepspeed" if job.is_deepspeed else "torch",
+        "deepspeed" if job.engine is not None else "torch",
         path,
         job.mesh,
         parameters,
@@ -276,7 +279,7 @@ def steps_taken(job: LiveJob) -> int:
 def _framework(job: LiveJob) -> str:
     import torch
 
-    if not job.is_deepspeed:
+    if job.engine is None:
         return f"torch {torch.__version__}"
     import deepspeed
 

@@ -62,10 +62,6 @@ class BaseInterval:
         """Whether to save a base after `step`; the newest one is of step `last`."""
         return self.base_every is not None and step - last >= self.base_every
 
-    def is_collective_step(self, step: int, last: int) -> bool:
-        """Whether all ranks run a collective after `step`."""
-        return self.is_tuning_step(step) or self.is_base_due(step, last)
-
     def choose(
         self,
         timings: RecorderTimings,

@@ -37,7 +37,7 @@ from ucp.training.recording.optimizer_kernel import depends_on_position, kernel_
 from ucp.training.save import SaveHandle, save
 from ucp.training.saved_index import steps_taken
 from ucp.training.shadow.client import ShadowConnection, check_shards
-from ucp.training.shadow.protocol import ShadowAddress, parse_addresses
+from ucp.training.shadow.protocol import parse_addresses
 from ucp.training.shadow.sink import ShadowSink, ShadowSinks
 
 ShadowAddresses = str | Sequence[str]  # addresses of shadows
@@ -261,7 +261,7 @@ def _rank_regions(job: LiveJob, tp_rules: TensorParallelRules) -> RankRegions:
     collector = StateCollector(job, tp_rules)
     steppable = {name for stepped in job.stepped if stepped.is_trained for name in stepped.names}
     trained = {name: group for name, group in collector.add_parameters().items() if name in steppable}
-    infos = collector.state.parameters
+    infos = collector.parameters
     for stepped in job.stepped:
         if stepped.is_trained and dtype_of(stepped.key).name not in DTYPE_CODES:
             raise UsageError(
@@ -430,7 +430,12 @@ def connect_shadows(
     with fail_together():
         addresses = parse_addresses(to)
         if rank == 0:
-            _check_shadow_shards(addresses)
+            shards = []
+            for address in addresses:  # they must hold the whole state, before any of them follows this run
+                with ShadowConnection(address) as shadow:
+                    number, count = shadow.ask({"ask": "status"})["share"]
+                shards.append((address, WorkShard(number - 1, count)))
+            check_shards(shards)
     try:
         with fail_together():
             for address in addresses:
@@ -440,13 +445,3 @@ def connect_shadows(
             sink.close()
         raise
     return ShadowSinks(sinks)
-
-
-def _check_shadow_shards(addresses: Sequence[ShadowAddress]) -> None:
-    """Check that the shadows together hold the whole state, before any of them follows this run."""
-    shards = []
-    for address in addresses:
-        with ShadowConnection(address) as shadow:
-            number, count = shadow.ask({"ask": "status"})["share"]
-        shards.append((address, WorkShard(number - 1, count)))
-    check_shards(shards)

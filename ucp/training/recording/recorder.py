@@ -127,8 +127,9 @@ class Recorder:
 
     def _inform_other_ranks(self) -> None:
         """After a failure on this rank, take part in the next collective so that the other ranks stop too."""
-        due = self._interval.is_collective_step(self._passed, self._bases.last_step)
-        if due and self.error is not None and not self._all_informed:
+        step, interval = self._passed, self._interval
+        is_collective = interval.is_tuning_step(step) or interval.is_base_due(step, self._bases.last_step)
+        if is_collective and self.error is not None and not self._all_informed:
             self._hooks.remove()
             with contextlib.suppress(UcpError):
                 self._raise_on_all(self.error)

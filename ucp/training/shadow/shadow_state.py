@@ -169,15 +169,14 @@ class TensorState:
 
     def state_changes(self, received: ReceivedStep, kinds: Sequence[str]) -> list[StateChange]:
         """In a log of states: the new values of this step, decoded but not written yet."""
-        values = received.values
         found: list[StateChange] = []
-        if self.kernel is not None or not (values.full or values.differences):
+        if self.kernel is not None or not (received.full or received.differences):
             return found
         for state, name in enumerate(kinds):
             kind = PARAM if name in PARAM_NAMES else name
             for block in () if name == BUFFER or parse_shaped_kind(name) is not None else self.blocks:
-                full = values.full.get((block.id, state))
-                other = values.differences.get((block.id, state))
+                full = received.full.get((block.id, state))
+                other = received.differences.get((block.id, state))
                 if full is not None:
                     found.extend(self._changes(block, kind, full.dtype, full.bits()))
                 elif other is not None:
@@ -215,7 +214,7 @@ class TensorState:
         found = {}
         for state, name in enumerate(kinds):
             parsed = parse_shaped_kind(name)
-            block = received.values.full.get((self.first_block, state))
+            block = received.full.get((self.first_block, state))
             if parsed is not None and block is not None:
                 found[parsed[0]] = ShadowValue.of(parsed[1], block)
         return found
@@ -327,7 +326,7 @@ class ShadowState:
         changes = self._changes(received, pool)
         buffers: Buffers = {}
         for schema in self.manifest.streams:
-            for (number, state), block in received[schema.stream].values.full.items():
+            for (number, state), block in received[schema.stream].full.items():
                 if kinds[state] == BUFFER:
                     shape = self.manifest.buffers[schema.buffers[number].parameter].shape
                     buffers[schema.stream, number] = ShadowValue.of(shape, block)

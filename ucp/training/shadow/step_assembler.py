@@ -256,24 +256,6 @@ class ReceivedFrame:
 
 
 @dataclass(slots=True)
-class ReceivedValues:
-    """States and buffers after a step: full values, or differences to an earlier step."""
-
-    full: dict[Key, EncodedBlock] = field(default_factory=dict)
-    differences: dict[Key, tuple[EncodedBlock, int]] = field(default_factory=dict)  # with the earlier step
-
-    def add(self, frame: FrameType, blocks: TableBlocks) -> None:
-        for block in blocks.found:
-            key = block.block, block.state
-            if key in self.full or key in self.differences:
-                raise BadBytesError(f"a step has block {block.block} twice")
-            if frame is FrameType.FULL:
-                self.full[key] = block
-            else:
-                self.differences[key] = block, blocks.base_step
-
-
-@dataclass(slots=True)
 class ReceivedStep:
     """A complete step of one stream."""
 
@@ -282,7 +264,8 @@ class ReceivedStep:
     blocks: dict[int, EncodedBlock] = field(default_factory=dict)  # gradients, by block
     aux: Any = None  # JSON values
     nbytes: int = FRAME_BYTES  # with the encoded bytes of its blocks
-    values: ReceivedValues = field(default_factory=ReceivedValues)
+    full: dict[Key, EncodedBlock] = field(default_factory=dict)  # states and buffers after the step
+    differences: dict[Key, tuple[EncodedBlock, int]] = field(default_factory=dict)  # states, relative to earlier steps
 
     def add(self, frame: ReceivedFrame, blocks: TableBlocks | None) -> None:
         """Add a frame between STEP and COMMIT; `blocks` are those of a table frame."""
@@ -291,10 +274,16 @@ class ReceivedStep:
                 self.aux = unpack_json(bytes(frame.payload))
             return
         self.nbytes += sum(block.data.nbytes for block in blocks.found)
-        if frame.header.type is FrameType.GRAD:
-            self.blocks.update({block.block: block for block in blocks.found})
-        else:
-            self.values.add(frame.header.type, blocks)
+        for block in blocks.found:
+            key = block.block, block.state
+            if frame.header.type is FrameType.GRAD:
+                self.blocks[block.block] = block
+            elif key in self.full or key in self.differences:
+                raise BadBytesError(f"a step has block {block.block} twice")
+            elif frame.header.type is FrameType.FULL:
+                self.full[key] = block
+            else:
+                self.differences[key] = block, blocks.base_step
 
 
 @dataclass(frozen=True, slots=True)

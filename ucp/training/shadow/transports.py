@@ -376,7 +376,7 @@ def listen(address: ShadowAddress) -> tuple[ShadowListener, ShadowAddress]:
     """Listen at an address; returns the listener and the actual address (port 0 takes a free port)."""
     try:
         if address.transport == "shm":
-            return _listen_local(address), address
+            return _local_socket(address), address
         require_token(address)
         if address.transport == "gloo":
             listener = GlooListener(address)
@@ -390,14 +390,19 @@ def listen(address: ShadowAddress) -> tuple[ShadowListener, ShadowAddress]:
         raise StorageError(f"{address}: cannot listen here: {what}", hint=used) from error
 
 
-def _listen_local(address: ShadowAddress) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _local_socket(address: ShadowAddress, seconds: float | None = None) -> socket.socket:
+    """A Unix socket that listens at an address, or is connected to it within `seconds`."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        made.bind(_socket_name(address))
-        made.listen(128)
-        return made
+        if seconds is None:
+            sock.bind(_socket_name(address))
+            sock.listen(128)
+        else:
+            sock.settimeout(seconds)
+            sock.connect(_socket_name(address))
+        return sock
     except BaseException:
-        made.close()
+        sock.close()
         raise
 
 
@@ -445,7 +450,7 @@ def connect(address: ShadowAddress, opened: Callable[[ByteChannel], None] = lamb
             channel = connect_gloo(address)
             channel.settimeout(seconds)
         elif address.transport == "shm":
-            channel = _connect_local(address, seconds)
+            channel = _local_socket(address, seconds)
         else:
             channel = socket.create_connection((address.host, address.port), timeout=seconds)
     except OSError as error:
@@ -466,15 +471,4 @@ def connect(address: ShadowAddress, opened: Callable[[ByteChannel], None] = lamb
         ) from error
     except UcpError:
         channel.close()
-        raise
-
-
-def _connect_local(address: ShadowAddress, seconds: float) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(seconds)
-        sock.connect(_socket_name(address))
-        return sock
-    except BaseException:
-        sock.close()
         raise

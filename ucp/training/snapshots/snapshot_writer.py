@@ -15,6 +15,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -100,9 +101,10 @@ def view_job(job: LiveJob, tp_rules: TensorParallelRules, before: JobView | None
     if before is not None:  # keep the rules that all ranks have agreed on
         tp_rules = before.tp_rules
         tp_rules.job = job
-    state = StateCollector(job, tp_rules).collect()
-    fragments = state.fragments
-    summary = summarize_rank(job, state, {})
+    collector = StateCollector(job, tp_rules)
+    collector.collect()
+    fragments = collector.fragments
+    summary = summarize_rank(job, collector, {})
     numbers = _numbers(job, fragments)
     plain = {number for number, _, _ in numbers}
     storages = {storage_of(tensor) for tensor in _tensors(job)}
@@ -447,12 +449,10 @@ class SnapshotFolder:
 
     def free_name(self, step: int) -> str:
         """An unused name for the snapshot of a step; only rank 0 looks at the folder."""
-        name = f"step-{step:08d}"
-        number = 2
-        found = name
+        name = found = f"step-{step:08d}"
+        numbers = count(2)
         while rank_and_size()[0] == 0 and (self.path / found).exists():
-            found = f"{name}-{number}"
-            number += 1
+            found = f"{name}-{next(numbers)}"
         return found
 
     def saver(self, name: str, group: Any, durable: bool) -> SnapshotSaver:
