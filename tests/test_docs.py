@@ -215,3 +215,9 @@ def test_the_map_names_every_page() -> None:
     missing = [name for name in TEXTS if f"({name})" not in TEXTS["index.md"]]
     assert missing == ["index.md", "README.md"]
     assert len(PAGES) <= 22, "merge pages by topic before adding one"
+
+
+def test_nothing_that_people_paste_has_a_placeholder() -> None:
+    files = [*PAGES, *PROJECT.glob("*.md"), *PROJECT.glob("*.yml"), *(PROJECT / "ci-templates").iterdir()]
+    assert len(files) > 25
+    assert [path.name for path in files if re.search(r"\bOWNER\b", path.read_text(encoding="utf-8"))] == []
