@@ -56,7 +56,7 @@ def test_a_misspelled_name_is_corrected() -> None:
 
 def test_help_describes_every_option() -> None:
     text = ucp.convert.__doc__ or ""
-    assert "    dp: Data-parallel degree of the target." in text
+    assert "\ndp: Data-parallel degree of the target.\n" in text
     shown = str(signature(ucp.convert))
     assert "dp: int | None = None" in shown
     assert "Option(" not in shown

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from inspect import Parameter, signature
+from inspect import Parameter, cleandoc, signature
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Final, ForwardRef, Literal, TypedDict, TypeVar
 
@@ -373,8 +373,8 @@ def takes(options: type) -> Callable[[_F], _F]:
             for name, option in declared(options).items()
         ]
         function.__signature__ = own.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
-        described = "\n".join(f"    {name}: {option.help}" for name, option in declared(options).items())
-        function.__doc__ = f"{function.__doc__}\n    Options, as on the command line:\n\n{described}\n    "
+        described = "\n".join(f"{name}: {option.help}" for name, option in declared(options).items())
+        function.__doc__ = f"{cleandoc(function.__doc__ or '')}\n\nOptions, as on the command line:\n\n{described}"
         return function
 
     return add
