@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ucp.engine.plan import Plan
     from ucp.engine.pool import Progress
     from ucp.errors import (
+        ImpossibleError,
         InconsistentError,
         IntegrityError,
         NotUnderstoodError,
@@ -63,6 +64,7 @@ __all__ = [
     "Finding",
     "Format",
     "Fragment",
+    "ImpossibleError",
     "InconsistentError",
     "IntegrityError",
     "LoadReport",
@@ -115,7 +117,8 @@ _EXPORTS = {  # module → names
     "ucp.core.rules": "Rule",
     "ucp.engine.plan": "Plan",
     "ucp.engine.pool": "Progress",
-    "ucp.errors": "InconsistentError IntegrityError NotUnderstoodError StorageError UcpError UnsafeError UsageError",
+    "ucp.errors": "ImpossibleError InconsistentError IntegrityError NotUnderstoodError StorageError UcpError"
+    " UnsafeError UsageError",
     "ucp.formats.registry": "Format",
     "ucp.formats.store.store_layout": "StoreSchema",
     "ucp.reports.html_page": "WrittenReport",

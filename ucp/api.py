@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ucp.core.checkpoint import Checkpoint
 from ucp.core.findings import LevelName
 from ucp.core.selection import Selection, select
-from ucp.errors import UsageError
+from ucp.errors import ImpossibleError, UsageError
 from ucp.formats.registry import Format, ReadOptions, WriteOptions, find_format, make_writer, trusted_ranks
 from ucp.formats.registry import open_checkpoint as index_checkpoint
 from ucp.options import (
@@ -205,7 +205,8 @@ def plan(src: StrPath, dst: StrPath, **options: Unpack[PlanOptions]) -> Plan:
     selected = select(indexed, selection)
     if indexed.parameters and not selected.parameters:
         no_optimizer = only == "optimizer" and not (given.include or given.exclude)
-        raise UsageError(
+        refusal = ImpossibleError if no_optimizer else UsageError
+        raise refusal(
             f"{src}: none of the {len(indexed.parameters)} parameters is left"
             + (", because the source has no optimizer state" if no_optimizer else ""),
             hint="select more with --only, --include and --exclude",

@@ -48,6 +48,12 @@ class UsageError(UcpError):
     exit_code = 2
 
 
+class ImpossibleError(UsageError):
+    """The request is well-formed, but this checkpoint does not allow it: its sizes, states or model."""
+
+    exit_code = 7
+
+
 class NotUnderstoodError(UcpError):
     """Not a checkpoint, or one of an unknown form."""
 
@@ -72,7 +78,43 @@ class UnsafeError(UcpError):
     exit_code = 6
 
 
-INTERRUPTED_EXIT_CODE = 130
+INTERRUPTED_EXIT_CODE = 130  # Ctrl-C
+TERMINATED_EXIT_CODE = 143  # SIGTERM, from Slurm, Kubernetes or `kill`
+
+# Packages that are imported when something needs them, and the extra of this package that installs each.
+_EXTRAS = {
+    "deepspeed": "deepspeed",
+    "fsspec": "remote",
+    "matplotlib": "report",
+    "megatron": "megatron",
+    "ray": "ray",
+    "s3fs": "remote",
+    "torch": "torch",
+    "zstandard": "log",
+}
+
+
+def missing_package(error: ImportError, what: str = "this command", more: str = "") -> UsageError | None:
+    """The error to show if `what` needs an optional package; None if the import failed for another reason.
+
+    `more` is added to the hint, which installs the package.
+    """
+    package = (error.name or "").partition(".")[0]
+    if package not in _EXTRAS:
+        return None
+    return UsageError(
+        f"{what} needs {package}, which is not installed",
+        hint=f"pip install 'universal-checkpoint[{_EXTRAS[package]}]'{more}",
+    )
+
+
+def format_bytes(count: float) -> str:
+    """A size in powers of 1,024, for a message: `1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
 
 
 @contextmanager
@@ -88,12 +130,8 @@ def require_torch(purpose: str, alternative: str = "") -> None:
     """Refuse `purpose` if torch, which is an extra, is not installed; `alternative` works without it."""
     try:
         import torch  # noqa: F401
-    except ImportError:
-        install = "pip install 'universal-checkpoint[torch]'"
-        raise UsageError(
-            f"{purpose} needs torch, which is not installed",
-            hint=f"{install}; {alternative}" if alternative else install,
-        ) from None
+    except ImportError as error:
+        raise missing_package(error, purpose, f"; {alternative}" if alternative else "") or error from None
 
 
 def first_few(names: Sequence[str], limit: int = 3, separator: str = ", ") -> str:

@@ -95,12 +95,16 @@ class RankFileOptions(TypedDict, total=False):
 class ReadingOptions(RankFileOptions, total=False):
     """How to read a source."""
 
-    tag: Annotated[str | None, Option("Step folder inside the save folder.", show="the one that `latest` names")]
+    tag: Annotated[
+        str | None, Option("Step folder inside the save folder.", metavar="TAG", show="the one that `latest` names")
+    ]
     rules: Annotated[
         StrPath | None,
         Option("TOML file of rules that describe how parameters are split over tensor-parallel ranks.", "file"),
     ]
-    preset: Annotated[str | None, Option("Packaged set of rules, for example `llama`.")]
+    preset: Annotated[
+        str | None, Option("Packaged set of rules, such as llama: `ucp presets` lists them.", metavar="NAME")
+    ]
 
 
 class NamingOptions(TypedDict, total=False):
@@ -109,7 +113,8 @@ class NamingOptions(TypedDict, total=False):
     names: Annotated[
         StrPath | None,
         Option(
-            "Rename, split and fuse parameters: hf, megatron, megatron-deepspeed, a packaged table, or a TOML file.",
+            "Rename, split and fuse parameters: hf, megatron, megatron-deepspeed, a packaged table (`ucp names` lists"
+            " them), or a TOML file.",
             metavar="NAMES",
         ),
     ]
@@ -173,18 +178,14 @@ class TargetOptions(TypedDict, total=False):
     ]
     dtype: Annotated[
         "str | DType | torch.dtype | None",
-        Option("Cast `weight` to this dtype (fp32, bf16, fp16), from the master copy if there is one."),
+        Option("Cast `weight` to fp32, bf16 or fp16, from the master copy if there is one.", metavar="DTYPE"),
     ]
     tp: Annotated[int | None, Option("Tensor-parallel degree of the target.", "integer", minimum=1)]
     pp: Annotated[int | None, Option("Pipeline-parallel degree of the target.", "integer", minimum=1)]
-    vpp: Annotated[
-        int | None, Option("Model chunks per pipeline stage of the target (Megatron).", "integer", minimum=1)
-    ]
+    vpp: Annotated[int | None, Option("Model chunks per pipeline stage of the target.", "integer", minimum=1)]
     dp: Annotated[int | None, Option("Data-parallel degree of the target.", "integer", minimum=1)]
     ep: Annotated[int | None, Option("Expert-parallel degree of the target.", "integer", minimum=1)]
-    etp: Annotated[
-        int | None, Option("Tensor-parallel degree of the target's experts (Megatron).", "integer", minimum=1)
-    ]
+    etp: Annotated[int | None, Option("Tensor-parallel degree of the target's experts.", "integer", minimum=1)]
     zero: Annotated[int | None, Option("ZeRO stage of the target.", "integer", minimum=0, maximum=3)]
     like: Annotated[StrPath | None, Option("Copy the layout of this checkpoint.", "path", metavar="CHECKPOINT")]
     stages: Annotated[
@@ -197,7 +198,7 @@ class TargetOptions(TypedDict, total=False):
     experts: Annotated[
         ExpertForm | None,
         Option(
-            "Form of the experts in the target's modules (Megatron).",
+            "Form of the experts in the target's modules.",
             choices=("grouped", "sequential"),
             show="that of the source",
         ),
@@ -205,7 +206,7 @@ class TargetOptions(TypedDict, total=False):
     optimizer: Annotated[
         OptimizerKind | None,
         Option(
-            "Optimizer of the Megatron job that loads the target.",
+            "Optimizer of the job that loads the target.",
             choices=("plain", "distributed"),
             show="that of the source",
         ),
@@ -297,13 +298,17 @@ class VerifyOptions(ReadingOptions, LogOptions, _JobsOption, total=False):
 class DiffOptions(SelectionOptions, NamingOptions, RankFileOptions, _JobsOption, total=False):
     """Options of `ucp.diff`."""
 
-    tag_a: Annotated[str | None, Option("Step folder inside the save folder A.", show="the one that `latest` names")]
-    tag_b: Annotated[str | None, Option("Step folder inside the save folder B.", show="the one that `latest` names")]
+    tag_a: Annotated[
+        str | None, Option("Step folder inside the save folder A.", metavar="TAG", show="the one that `latest` names")
+    ]
+    tag_b: Annotated[
+        str | None, Option("Step folder inside the save folder B.", metavar="TAG", show="the one that `latest` names")
+    ]
     rules: Annotated[
         StrPath | None,
         Option("TOML file of rules that describe how parameters of both are split over tensor-parallel ranks.", "file"),
     ]
-    preset: Annotated[str | None, Option("Packaged set of rules for both, for example `llama`.")]
+    preset: Annotated[str | None, Option("Packaged set of rules for both: `ucp presets` lists them.", metavar="NAME")]
     log_a: Annotated[StrPath | None, Option("Log of a run, replayed on A up to --step-a.", "folder", metavar="DIR")]
     step_a: Annotated[int | str | None, Option("Step of the log of A.", metavar="N|latest", show="latest")]
     log_b: Annotated[StrPath | None, Option("Log of a run, replayed on B up to --step-b.", "folder", metavar="DIR")]
@@ -333,6 +338,20 @@ class PageOptions(ReadingOptions, _JobsOption, total=False):
         int | str | None,
         Option("Measure at most this many elements of each state (1M).", "size", metavar="COUNT"),
     ]
+
+
+# --- Topics ---
+
+# The options of `ucp convert --help` by topic; those that are not listed are about the run.
+GROUPS: Final = {
+    "What": ("to", "only", "include", "exclude", "dtype", "link", "max_shard_size"),
+    "Source": ("tag", "trust_recorded_ranks", "trust_file_names", "repair"),
+    "Layout": ("tp", "pp", "dp", "ep", "zero", "like", "stages", "vocab_size"),
+    "Megatron": ("vpp", "etp", "experts", "optimizer", "optimizer_sharding"),
+    "Names and rules": ("names", "model_config", "rules", "preset"),
+    "Gradient log": ("log", "step", "exact"),
+    "Many machines": ("shard", "finish", "engine", "ray_address", "shards"),
+}
 
 
 # --- Using declarations ---

@@ -63,11 +63,16 @@ MISSING_PROCESS_SECONDS = 60.0
 # Interval between progress reports of a worker process. Handling a report takes CPU time from a worker.
 PROGRESS_SECONDS = 0.1
 
+# Progress in a log file: a line after so many seconds, the first number if this share was done since the last line.
+PROGRESS_LINE_SECONDS = (5.0, 30.0)
+PROGRESS_LINE_SHARE = 0.05
+
 # Computed atoms (replayed from a log) are handed to worker processes in batches of about this size, because computing
 # them may take as long as copying a whole task.
 COMPUTED_BATCH_BYTES = 16 * MIB
 
-# Free space that must remain on the target's file system after a conversion.
+# Free space that must remain on the target's file system after a conversion: a share of the output, at most so much.
+SPACE_RESERVE_SHARE = 0.05
 SPACE_RESERVE_BYTES = 64 * MIB
 
 # --- Object stores ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,13 @@ import pytest
 
 from tests.cli.command import ucp
 from ucp.cli.main import COMMANDS
+from ucp.core.checkpoint import Checkpoint, Mesh
+from ucp.errors import UsageError
+from ucp.formats.registry import TARGETS, WriteOptions, make_writer
+from ucp.formats.sharded.rule_files import preset_names
+from ucp.names.name_tables import table_names
+from ucp.options import GROUPS, ConvertOptions, declared
+from ucp.version import VERSION
 
 FIXTURE = "z1_bf16_tp2_dp2"
 
@@ -132,7 +140,7 @@ def test_convert_options(clean: Path, tmp_path: Path) -> None:
 def refused(run: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
     assert run.returncode == code, run.stderr
     assert "Traceback" not in run.stderr
-    assert run.stderr.startswith("ucp: ")
+    assert "\nucp: " in f"\n{run.stderr}"
     for word in words:
         assert word in run.stderr
 
@@ -212,7 +220,8 @@ def test_paths_that_are_not_checkpoints(tmp_path: Path) -> None:
 def test_no_space_and_no_permission(clean: Path, tmp_path: Path) -> None:
     refused(ucp("convert", clean, tmp_path / "missing" / "out"), 5, "no such folder")
     code = (
-        "import sys; from ucp import settings; settings.SPACE_RESERVE_BYTES = 1 << 60;"
+        "import sys; from ucp import settings; settings.SPACE_RESERVE_SHARE = 1e12;"
+        "settings.SPACE_RESERVE_BYTES = 1 << 60;"
         "from ucp.cli.main import run; sys.exit(run(sys.argv[1:]))"
     )
     full = subprocess.run(
@@ -223,6 +232,29 @@ def test_no_space_and_no_permission(clean: Path, tmp_path: Path) -> None:
     )
     refused(full, 5, "not enough space")
     assert sorted(p.name for p in tmp_path.iterdir()) == []
+
+
+def test_space_is_checked_in_proportion_to_the_output(clean: Path, tmp_path: Path) -> None:
+    """179 KiB fit on a disk of 2 MiB, and not on one of 128 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    for size, code in ((2 << 20, 0), (128 << 10, 5)):
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], check=False).returncode == 0:
+            try:
+                run = ucp("convert", clean, disk / "out")
+            finally:
+                subprocess.run(["umount", disk], check=True)
+        else:  # not root: report another size
+            patch = (
+                "import os, sys; old = os.statvfs\n"
+                f"os.statvfs = lambda path: os.statvfs_result((4096, 4096, *[{size >> 12}] * 3, *old(path)[5:]))\n"
+                "from ucp.cli.main import run; sys.exit(run(sys.argv[1:]))"
+            )
+            arguments = [sys.executable, "-c", patch, "convert", str(clean), str(disk / "out")]
+            run = subprocess.run(arguments, capture_output=True, text=True, check=False)
+            shutil.rmtree(disk / "out", ignore_errors=True)
+        assert run.returncode == code, run.stderr
+    assert re.search(r"not enough space \([\d.]+ KiB needed, and [\d.]+ KiB in reserve; 128.0 KiB free\)", run.stderr)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can read every file: run as another user")
@@ -256,13 +288,6 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert "Traceback" in ucp("inspect", tmp_path / "nowhere", UCP_DEBUG="1").stderr
 
 
-def test_a_closed_pipe_is_not_an_error(clean: Path) -> None:
-    command = f"{sys.executable} -m ucp inspect {clean} | head -n 1; exit ${{PIPESTATUS[0]}}"
-    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert run.returncode == 0
-    assert "Traceback" not in run.stderr
-
-
 def test_output_that_cannot_be_written_shows_no_traceback(clean: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
@@ -282,7 +307,7 @@ def test_a_job_without_stderr(clean: Path, tmp_path: Path) -> None:
 def test_a_selection_that_leaves_nothing_is_refused(clean: Path, tmp_path: Path) -> None:
     refused(ucp("convert", clean, tmp_path / "out", "--exclude", "*"), 2, "none of the")
     assert ucp("convert", clean, tmp_path / "hf", "--to", "safetensors").returncode == 0
-    refused(ucp("convert", tmp_path / "hf", tmp_path / "out", "--only", "optimizer"), 2, "no optimizer state")
+    refused(ucp("convert", tmp_path / "hf", tmp_path / "out", "--only", "optimizer"), 7, "no optimizer state")
     assert not (tmp_path / "out").exists()
 
 
@@ -371,3 +396,109 @@ def test_json_of_a_conversion_has_the_notes(clean: Path, tmp_path: Path) -> None
     arguments = ["convert", clean, tmp_path / "out", "--to", "safetensors", "--json"]
     for more in (["--dry-run"], []):
         assert [note["id"] for note in json.loads(ucp(*arguments, *more).stdout)["notes"]] == ["no-config"]
+
+
+def test_convert_reports_what_it_read_and_wrote(clean: Path, tmp_path: Path) -> None:
+    done = ucp("convert", clean, tmp_path / "six", "--to", "deepspeed", "--tp", "1", "--dp", "6", "--zero", "3")
+    assert done.stdout == ""
+    read, wrote = done.stderr.splitlines()
+    assert read == (
+        f"read {clean}: deepspeed, step 3 in subfolder global_step3, tp 2 × pp 1 × dp 2, ZeRO 1; 32 parameters"
+    )
+    start = f"wrote {tmp_path / 'six'}: deepspeed, tp 1 × pp 1 × dp 6, ZeRO 3; 13 files, "
+    assert re.fullmatch(re.escape(start) + r"[\d.]+ KiB in [\d.]+ s \(.*/s\)", wrote)
+    weights = ucp("convert", clean / "global_step3", tmp_path / "hf", "--to", "safetensors", "--exclude", "*mask")
+    read, *_, wrote = weights.stderr.splitlines()
+    assert read == f"read {clean / 'global_step3'}: deepspeed, step 3, tp 2 × pp 1 × dp 2, ZeRO 1; 30 parameters"
+    assert wrote.startswith(f"wrote {tmp_path / 'hf'}: safetensors; 1 file, ")
+    assert ucp("convert", clean, tmp_path / "atoms", "--quiet").stderr == ""
+
+
+def test_output_inside_the_source_is_noted(checkpoint: Path) -> None:
+    done = ucp("convert", checkpoint, checkpoint / "atoms")
+    assert f"note: {checkpoint / 'atoms'} is inside the source {checkpoint}" in done.stderr
+    assert done.returncode == 0
+
+
+def test_requests_that_this_checkpoint_does_not_allow_have_their_own_exit_code(clean: Path, tmp_path: Path) -> None:
+    for options, words in (
+        (["--to", "deepspeed", "--tp", "4"], "do not divide over tp=4"),
+        (["--to", "deepspeed", "--ep", "2"], "the model has no experts"),
+        (["--to", "megatron"], "do not have megatron-core's names"),
+        (["--to", "safetensors", "--names", "hf"], "no packaged table knows this model"),
+    ):
+        refused(ucp("convert", clean, tmp_path / "out", *options), 7, words)
+    refused(ucp("convert", clean, tmp_path / "out", "--dp", "3"), 2, "--dp is not supported with --to atoms")
+
+
+def test_an_unknown_model_is_answered_in_two_lines(clean: Path, tmp_path: Path) -> None:
+    *_, what, hint = ucp("convert", clean, tmp_path / "out", "--names", "hf").stderr.splitlines()
+    assert what == (
+        "ucp: --names hf: no packaged table knows this model (scale, seen, embed.weight and 16 more); the closest is"
+        " gpt2 (GPT-2 with Hugging Face names), with 0 of 32 names"
+    )
+    assert hint.startswith("  → `ucp names` lists the models;")
+
+
+@pytest.mark.parametrize(
+    "wish, answer",
+    [
+        ("hf", "ucp convert SRC DST --to safetensors --dtype bf16"),
+        ("gguf", "convert_hf_to_gguf.py"),
+        ("GGUF", "convert_hf_to_gguf.py"),
+        ("torch_dist", "did you mean torch-dist?"),
+        ("mcore", "ucp convert SRC DST --to torch-dist"),
+        ("fsdp2", "ucp convert SRC DST --to dcp"),
+        ("universal", "--to deepspeed-universal"),
+        ("safetensor", "did you mean safetensors?"),
+        ("onnx", "choose one of: atoms, "),
+    ],
+)
+def test_formats_that_do_not_exist_lead_to_those_that_serve(wish: str, answer: str, tmp_path: Path) -> None:
+    shown = ucp("convert", tmp_path, tmp_path / "out", "--to", wish)
+    assert shown.returncode == 2
+    assert f"'{wish}' is not a format to write.\n  → " in shown.stderr
+    assert answer in shown.stderr
+    with pytest.raises(UsageError) as failure:
+        make_writer(wish, Checkpoint("atoms", tmp_path, Mesh(), {}), WriteOptions())
+    assert answer in (failure.value.hint or "")
+
+
+def test_version_and_help() -> None:
+    assert ucp("-V").stdout == ucp("--version").stdout == f"ucp, version {VERSION}\n"
+    assert ucp("help").stdout == ucp("--help").stdout
+    assert ucp("help", "convert").stdout == ucp("convert", "--help").stdout
+    assert ucp("help", "log", "ls").stdout == ucp("log", "ls", "--help").stdout
+    assert "Did you mean 'convert'?" in ucp("help", "convrt").stderr
+
+
+def test_the_options_of_convert_are_grouped() -> None:
+    shown = ucp("convert", "--help").stdout
+    groups = re.split(r"^(\S[^\n]*):\n", shown.partition("--engine ray.\n\n")[2], flags=re.MULTILINE)[1:]
+    found = {
+        title: re.findall(r"^  (?:-\w, )?--([\w-]+)", text, re.MULTILINE)
+        for title, text in zip(groups[::2], groups[1::2], strict=True)
+    }
+    assert list(found) == [*GROUPS, "Run"]
+    for title, names in GROUPS.items():
+        assert found[title] == [name.replace("_", "-") for name in names]
+    assert {"jobs", "resume", "quiet", "help"} <= set(found["Run"])
+    assert set(declared(ConvertOptions)) <= {name.replace("-", "_") for names in found.values() for name in names}
+
+
+def test_what_exists_is_listed() -> None:
+    formats = {each["format"]: each for each in json.loads(ucp("formats", "--json").stdout)["formats"]}
+    assert {name for name, each in formats.items() if each["write"]} == set(TARGETS)
+    assert formats["store"]["read"]
+    assert not formats["store"]["write"]
+    presets = {each["preset"]: each["about"] for each in json.loads(ucp("presets", "--json").stdout)["presets"]}
+    assert list(presets) == preset_names()
+    names = json.loads(ucp("names", "--json").stdout)
+    assert names["names"] == ["hf", "megatron", "megatron-deepspeed"]
+    assert [each["table"] for each in names["tables"]] == table_names()
+    assert {"Llama", "Qwen3-MoE", "DeepSeek-V3"} <= {each["family"] for each in names["families"]}
+    for command in ("formats", "presets", "names"):
+        text = ucp(command).stdout
+        assert all(each["about"] for each in (*formats.values(), *names["tables"]))
+        for word in {"formats": formats, "presets": presets, "names": table_names()}[command]:
+            assert re.search(rf"^{word} ", text, re.MULTILINE), word

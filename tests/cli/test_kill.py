@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -81,13 +82,36 @@ def test_a_run_that_is_killed_repeatedly_completes(source: Path, tmp_path: Path)
     assert contents(target) == contents(tmp_path / "whole")
 
 
-def test_an_interrupted_run_keeps_finished_work(source: Path, tmp_path: Path) -> None:
-    # The signal reaches the main thread in its own time: this worker waits for it instead of finishing the job.
-    driver = DRIVER.replace("signal.SIGKILL)", "signal.SIGINT); __import__('time').sleep(2)")
-    driver = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)" + driver  # ignored under `&`
-    command = [sys.executable, "-c", driver, "9", "convert", str(source), str(tmp_path / "out")]
-    stopped = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert stopped.returncode == 130
+@pytest.mark.parametrize("name, code, word", [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_an_interrupted_run_keeps_finished_work(
+    source: Path, tmp_path: Path, name: str, code: int, word: str, jobs: str
+) -> None:
+    # The signal reaches the main thread in its own time: this worker waits for it instead of finishing the job. Like a
+    # terminal and like Slurm, it is sent to all processes.
+    driver = DRIVER.replace("os.kill(os.getpid(), signal.SIGKILL)", f"os.killpg(0, signal.{name}); time.sleep(2)")
+    driver = (
+        "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)" + driver
+    )  # ignored under `&`
+    command = [sys.executable, "-c", driver, "9", "convert", str(source), str(tmp_path / "out"), "-j", jobs]
+    stopped = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
+    assert stopped.returncode == code, stopped.stderr
     assert "Traceback" not in stopped.stderr
-    assert "--resume" in stopped.stderr
-    assert convert(0, str(source), str(tmp_path / "out"), "--resume").returncode == 0
+    kept = f"finished work is kept in {tmp_path / '.out.ucp-partial'}: repeat the command with --resume to continue"
+    assert kept in stopped.stderr
+    assert stopped.stderr.endswith(f"ucp: {word}\n")
+    resumed = convert(0, str(source), str(tmp_path / "out"), "--resume")
+    assert resumed.returncode == 0
+
+
+def test_a_resumed_run_reports_its_own_bytes(source: Path, tmp_path: Path) -> None:
+    driver = DRIVER.replace(
+        "    def advance(self, nbytes):\n", "    def advance(self, nbytes):\n        super().advance(nbytes)\n"
+    )
+    command = [sys.executable, "-c", driver, "20", "convert", str(source), str(tmp_path / "out"), "-j", "1"]
+    assert subprocess.run(command, capture_output=True, text=True, check=False).returncode == -signal.SIGKILL
+    command[3] = "0"
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=True)
+    found = re.search(r"; \d+ files, ([\d.]+) KiB, ([\d.]+) KiB of it in ([\d.]+) s \(.*/s\)$", done.stderr.strip())
+    assert found, done.stderr
+    assert 0 < float(found[2]) < float(found[1])

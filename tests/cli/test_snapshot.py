@@ -92,7 +92,7 @@ def test_a_png_chart(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
     without_matplotlib(monkeypatch)
     assert run(["snapshot", "plan", str(folder), "-o", str(folder / "again.png")]) == 2
-    assert "need matplotlib" in capsys.readouterr().err
+    assert "needs matplotlib" in capsys.readouterr().err
 
 
 def test_errors_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -192,6 +192,7 @@ def test_missing_space_is_reported_before_any_work(
 ) -> None:
     target, source, path = job
     monkeypatch.setattr(settings, "SPACE_RESERVE_BYTES", 1 << 60)
+    monkeypatch.setattr(settings, "SPACE_RESERVE_SHARE", 1e12)
     with pytest.raises(StorageError, match="not enough space"):
         run(target, source, path, options(), nothing_last, Progress())
     assert not path.exists()

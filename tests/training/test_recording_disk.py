@@ -202,7 +202,8 @@ def test_a_base_that_cannot_be_saved_is_told_at_the_next_step(tmp_path: Path, mo
 
 def test_the_first_base_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "SPACE_RESERVE_BYTES", 1 << 60)
-    with pytest.raises(StorageError, match=r"base of step 0 cannot be saved: .* bytes needed, plus .*"):
+    monkeypatch.setattr(settings, "SPACE_RESERVE_SHARE", 1e12)
+    with pytest.raises(StorageError, match=r"base of step 0 cannot be saved: .* needed, and .* in reserve"):
         Job(tmp_path)
 
 

@@ -14,18 +14,21 @@ import click
 from ucp import api
 from ucp.cli.output import (
     PATH,
+    GroupedCommand,
     add_options,
+    echo,
     echo_notes,
-    format_bytes,
     format_table,
     limit_torch_threads,
     plural,
+    quiet_option,
+    sigterm_interrupts,
     source_argument,
 )
-from ucp.core.checkpoint import Note
+from ucp.core.checkpoint import Checkpoint, Mesh, Note
 from ucp.engine.plan import Plan, default_jobs
 from ucp.engine.work_shard import WorkShard
-from ucp.errors import UsageError
+from ucp.errors import UsageError, format_bytes
 from ucp.options import ConvertOptions, Engine, MergeOptions
 from ucp.storage.paths import is_url, list_files
 
@@ -43,16 +46,18 @@ _dry_run = click.option(
 _json = click.option("--json", "as_json", is_flag=True, help="Print what was planned or done as JSON.")
 
 
-@click.command("convert", short_help="Turn a checkpoint into another one.")
+@click.command("convert", cls=GroupedCommand, short_help="Turn a checkpoint into another one.")
 @source_argument
 @click.argument("dst", type=PATH)
 @add_options(ConvertOptions)
 @_dry_run
+@quiet_option
 @_json
 def command(
     src: Path,
     dst: Path,
     dry_run: bool,
+    quiet: bool,
     as_json: bool,
     jobs: int | None,
     memory: int,
@@ -100,45 +105,57 @@ def command(
     if is_url(dst):
         dst = plan.path  # `Path` collapsed the slashes of the URL
     limit_torch_threads(plan.source)
-    notes = (*plan.source.notes, *plan.writer.notes)
+    notes = (*plan.source.notes, *plan.writer.notes, *_note_on_place(src, dst))
     if launched is None or launched.number == 0:
+        if not (quiet or as_json):
+            echo(f"read {_describe_source(plan.source, src)}", err=True)
         echo_notes(notes)
     if dry_run:
         _print_plan(plan, notes, jobs or default_jobs(), memory, as_json)
         return
-    start = time.perf_counter()
+    start, progress = time.perf_counter(), ProgressBar(quiet=quiet)
     if finish:
         plan.finish(durable=durable)
     else:
         how: dict[str, Any] = {"jobs": jobs, "memory": memory, "resume": resume, "restart": restart, "durable": durable}
         try:
-            if engine == "ray":
-                from ucp.engine.on_ray import run_on_ray
+            with sigterm_interrupts():
+                if engine == "ray":
+                    from ucp.engine.on_ray import run_on_ray
 
-                address = ray_address or "auto"
-                run_on_ray(plan, api.plan, address=address, shards=shards, progress=ProgressBar(), **how)
-            elif launched is not None:
-                plan.run(shard=launched, in_launch=True, progress=ProgressBar(), **how)
-            else:
-                plan.run(shard=own_shard, progress=ProgressBar(), processes=True, **how)
+                    address = ray_address or "auto"
+                    run_on_ray(plan, api.plan, address=address, shards=shards, progress=progress, **how)
+                elif launched is not None:
+                    plan.run(shard=launched, in_launch=True, progress=progress, **how)
+                else:
+                    plan.run(shard=own_shard, progress=progress, processes=True, **how)
         except KeyboardInterrupt:
             if (kept := dst if is_url(dst) else staging_folder(dst)).exists():
                 with_resume = own_shard is None and launched is None and engine == "local"
-                click.echo(f"\n{resume_hint(kept, with_resume=with_resume)}", err=True)
+                echo(f"\n{resume_hint(kept, with_resume=with_resume)}", err=True)
             raise
         if launched is not None and launched.number > 0:
             return
         if own_shard is not None and not own_shard.is_whole:
-            click.echo(f"{dst}: {own_shard} is written; when all are, add --finish instead of --shard", err=True)
+            echo(f"{dst}: {own_shard} is written; when all are, add --finish instead of --shard", err=True)
             return
-    _print_summary(plan, dst, time.perf_counter() - start, notes, as_json)
+    seconds = time.perf_counter() - start
+    if as_json:
+        files = sum(1 for _ in list_files(dst))
+        summary = {"schema": 1, "target": str(dst), "files": files, "bytes": plan.target.nbytes, "seconds": seconds}
+        echo(json.dumps({**summary, "notes": _notes_to_json(notes)}))
+    elif not quiet:
+        rate = "" if finish or not seconds else f" in {seconds:.2f} s ({format_bytes(progress.written / seconds)}/s)"
+        part = f", {format_bytes(progress.written)} of it" if progress.resumed else ""
+        echo(f"wrote {_describe_target(plan, dst)}{part}{rate}", err=True)
 
 
-@click.command("merge", short_help="Make atoms of any step of a logged run.")
+@click.command("merge", cls=GroupedCommand, short_help="Make atoms of any step of a logged run.")
 @source_argument
 @click.argument("dst", type=PATH)
 @add_options(MergeOptions)
 @_dry_run
+@quiet_option
 @_json
 @click.pass_context
 def merge_command(ctx: click.Context, /, src: Path, dst: Path, log: Path | None, **options: Any) -> None:
@@ -181,18 +198,30 @@ def shard_of_launcher(environment: Mapping[str, str] = os.environ) -> WorkShard 
     return None
 
 
-def _print_summary(plan: Plan, dst: Path, seconds: float, notes: Iterable[Note], as_json: bool) -> None:
-    nbytes, files = plan.target.nbytes, sum(1 for _ in list_files(dst))
-    if as_json:
-        summary = {"schema": 1, "target": str(dst), "files": files, "bytes": nbytes, "seconds": seconds}
-        click.echo(json.dumps({**summary, "notes": _notes_to_json(notes)}))
-        return
-    rate = f"{format_bytes(nbytes / seconds)}/s" if seconds > 0 else ""
-    click.echo(
-        f"{dst}: {plural(len(plan.source.parameters), 'parameter')}, {plural(files, 'file')},"
-        f" {format_bytes(nbytes)} in {seconds:.2f} s ({rate})",
-        err=True,
-    )
+def _note_on_place(src: Path, dst: Path) -> list[Note]:
+    """A note if the output goes into the source's folder, where later commands would find both."""
+    if is_url(src) or is_url(dst) or not src.is_dir() or src.resolve() not in dst.resolve().parents:
+        return []
+    return [Note("output-in-source", f"{dst} is inside the source {src}: commands on {src} may find both")]
+
+
+def _describe_source(source: Checkpoint, src: Path) -> str:
+    """What was read: format, step, the subfolder that it was found in, mesh, size."""
+    tag = str(source.details.get("tag", ""))
+    place = source.root / tag if any(name.startswith(f"{tag}/") for name in source.sizes) else source.root
+    inside = place.relative_to(src).as_posix() if place.is_relative_to(src) else "."
+    step = "" if source.step is None else f"step {source.step}"
+    how = "in subfolder" if source.computed is None else "replayed from"
+    where = "" if inside == "." else f"{how} {inside}"
+    words = [source.format, f"{step} {where}".strip(), *([] if source.mesh == Mesh() else [str(source.mesh)])]
+    return f"{src}: {', '.join(filter(None, words))}; {plural(len(source.parameters), 'parameter')}"
+
+
+def _describe_target(plan: Plan, dst: Path) -> str:
+    """What was written: format, mesh, files, bytes."""
+    mesh = f", {plan.writer.mesh}" if plan.writer.mesh is not None else ""
+    files = plural(sum(1 for _ in list_files(dst)), "file")
+    return f"{dst}: {plan.request['options']['to']}{mesh}; {files}, {format_bytes(plan.target.nbytes)}"
 
 
 def _notes_to_json(notes: Iterable[Note]) -> list[dict[str, str]]:
@@ -204,13 +233,13 @@ def _print_plan(plan: Plan, notes: Iterable[Note], jobs: int, memory: int, as_js
     if as_json:
         totals = {"reads": cost.reads, "writes": cost.writes, "memory": cost.memory, "jobs": jobs}
         details = {"mesh": mesh and mesh.to_json(), "notes": _notes_to_json(notes)}
-        click.echo(json.dumps({**plan.to_json(), **totals, **details}))
+        echo(json.dumps({**plan.to_json(), **totals, **details}))
         return
     if mesh is not None:
-        click.echo(f"{plan.source.mesh} → {mesh} ({plural(mesh.world, 'rank')})\n")
+        echo(f"{plan.source.mesh} → {mesh} ({plural(mesh.world, 'rank')})\n")
     rows = [[file.path, format_bytes(file.size), str(len(file.items))] for file in target.files]
-    click.echo(format_table(rows, ["file", "bytes", "tensors"]))
-    click.echo(
+    echo(format_table(rows, ["file", "bytes", "tensors"]))
+    echo(
         f"\n{plural(len(target.files), 'file')}: reads {format_bytes(cost.reads)}, writes {format_bytes(cost.writes)},"
         f" holds {format_bytes(cost.memory)} in {plural(jobs, 'thread')}"
     )

@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucp import api
-from ucp.cli.output import FILE, PATH, add_options, check_parent_folder, format_bytes, format_table, plural
-from ucp.errors import UsageError
+from ucp.cli.output import (
+    FILE,
+    PATH,
+    add_options,
+    check_parent_folder,
+    echo,
+    format_table,
+    plural,
+    quiet_option,
+    with_colours,
+)
+from ucp.errors import UsageError, format_bytes
 from ucp.options import DiffOptions
 
 if TYPE_CHECKING:
@@ -30,12 +40,14 @@ if TYPE_CHECKING:
 )
 @click.option("--limit", type=click.IntRange(0), default=50, show_default=True, help="Maximum rows to print per table.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@quiet_option
 @click.pass_context
 def command(
     ctx: click.Context,
     /,
     a: Path,
     b: Path,
+    quiet: bool,
     plot: Path | None,
     updates: bool,
     limit: int,
@@ -63,20 +75,21 @@ def command(
         raise UsageError(f"{plot}: a plot must be an .svg or .png file")
     if plot is not None:
         check_parent_folder(plot, "the plot")
-    result = api.diff(a, b, updates=updates or plot is not None, progress=ProgressBar(), **options)
+    result = api.diff(a, b, updates=updates or plot is not None, progress=ProgressBar(quiet=quiet), **options)
     if plot is not None and result.updates is not None:
         from ucp.reports.charts import write_update_chart
 
         write_update_chart(result.updates, plot, f"{_title(result, 'a')} → {_title(result, 'b')}")
     if as_json:
-        click.echo(json.dumps(result.to_json(), allow_nan=False))
+        echo(json.dumps(result.to_json(), allow_nan=False))
     elif result.updates is not None:
         _print_updates(result, limit)
     else:
         _print(result, limit)
     for note in result.notes:
-        click.echo(f"note: {note.text}", err=True)
-    click.echo(_verdict(result), err=True)
+        echo(with_colours(f"note: {note.text}"), err=True)
+    if not quiet:
+        echo(_verdict(result), err=True)
     ctx.exit(0 if result.updates is not None else result.exit_code)
 
 
@@ -86,6 +99,7 @@ def _title(result: Comparison, side: str) -> str:
 
 
 def _print(result: Comparison, limit: int) -> None:
+    expendable = ("max rel", "of", "first", "max ulp")
     tables: list[tuple[list[str], list[list[str]]]] = [
         (
             ["parameter", "state", "differ", "of", "max abs", "max rel", "max ulp", "first", ""],
@@ -103,9 +117,9 @@ def _print(result: Comparison, limit: int) -> None:
     for header, rows in tables:
         if rows:
             more = f"\n… {len(rows) - limit} more (--limit, --json)" if len(rows) > limit else ""
-            shown.append(format_table(rows[:limit], header) + more)
+            shown.append(format_table(rows[:limit], header, [name for name in expendable if name in header]) + more)
     if shown:
-        click.echo("\n\n".join(shown))
+        echo("\n\n".join(shown))
 
 
 def _row(atom: AtomDifference) -> list[str]:
@@ -147,15 +161,16 @@ def _print_updates(result: Comparison, limit: int) -> None:
         cells = [[u.name, f"{u.relative:.3e}", f"{u.change:.4g}", f"{u.norm:.4g}"] for u in rows]
         more = f"\n… {len(cells) - limit} more (--limit, --json)" if len(cells) > limit else ""
         shown.append(format_table(cells[:limit], [title, "relative update", "‖b − a‖", "‖a‖"]) + more)
-    click.echo("\n\n".join(shown))
+    echo("\n\n".join(shown))
 
 
 def _verdict(result: Comparison) -> str:
     read = f"{plural(result.compared, 'atom')}, {format_bytes(result.bytes_read)} read"
     if result.identical:
-        return f"identical: {read}"
+        return f"{click.style('identical', fg='green')}: {read}"
     if result.same:
-        return f"the same within the tolerances: {plural(len(result.within), 'atom')} differ by less; {read}"
+        less = f"{plural(len(result.within), 'atom')} differ by less"
+        return f"{click.style('the same', fg='green')} within the tolerances: {less}; {read}"
     found = (
         (len(result.atoms), "atom", "differing"),
         (len(result.only_a), "atom", "only in A"),
@@ -164,4 +179,4 @@ def _verdict(result: Comparison) -> str:
         (len(result.counted_extras), "extra", "differing"),
     )
     parts = [f"{plural(count, noun)} {what}" for count, noun, what in found if count]
-    return f"DIFFERENT: {', '.join(parts)}; {read}"
+    return f"{click.style('DIFFERENT', fg='red')}: {', '.join(parts)}; {read}"

@@ -10,11 +10,21 @@ from typing import Any
 import click
 
 from ucp import api
-from ucp.cli.output import add_options, echo_notes, format_bytes, format_table, json_option, plural, source_argument
+from ucp.cli.output import (
+    add_options,
+    echo,
+    echo_notes,
+    format_facts,
+    format_table,
+    format_text,
+    json_option,
+    plural,
+    source_argument,
+)
 from ucp.containers.inert_json import InertEncoder
 from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Parameter
 from ucp.core.rules import rule_to_json
-from ucp.errors import UsageError
+from ucp.errors import UsageError, format_bytes
 from ucp.options import OpenOptions
 
 
@@ -45,12 +55,12 @@ def command(src: Path, rules: str | None, name: str | None, as_json: bool, **opt
     checkpoint = api.open_checkpoint(src, rules=rules or None, **options).index
     if name is not None:
         parameter = _find(checkpoint, name)
-        click.echo(json.dumps(_locations_json(parameter)) if as_json else _locations_text(parameter))
+        echo(json.dumps(_locations_json(parameter)) if as_json else _locations_text(parameter))
         return
     if as_json:
-        click.echo(json.dumps(_summary_json(checkpoint)))
+        echo(json.dumps(_summary_json(checkpoint)))
         return
-    click.echo(_rules_text(checkpoint) if rules is not None else _summary_text(checkpoint))
+    echo(_rules_text(checkpoint) if rules is not None else _summary_text(checkpoint))
     echo_notes(checkpoint.notes)
 
 
@@ -77,22 +87,22 @@ def _summary_text(checkpoint: Checkpoint) -> str:
     kinds = _bytes_by_kind(checkpoint)
     roles = Counter(parameter.role for parameter in parameters)
     weights = sum(parameter.numel for parameter in parameters if parameter.role != "buffer")
-    lines = [
-        ["format", checkpoint.format],
-        ["framework", checkpoint.framework or "unknown"],
-        ["root", str(checkpoint.root)],
-        ["mesh", f"{checkpoint.mesh} ({plural(checkpoint.mesh.world, 'rank')})"],
-        ["step", "unknown" if checkpoint.step is None else str(checkpoint.step)],
-        ["parameters", f"{weights:,} in {', '.join(f'{count} {role}' for role, count in roles.items())}"],
-        ["files", f"{len(checkpoint.sizes)}, {format_bytes(sum(checkpoint.sizes.values()))}"],
-        ["states", ", ".join(f"{kind} {dtype} {format_bytes(size)}" for (kind, dtype), size in kinds.items())],
+    facts = [
+        ("format", checkpoint.format),
+        ("framework", checkpoint.framework or "unknown"),
+        ("root", str(checkpoint.root)),
+        ("mesh", f"{checkpoint.mesh} ({plural(checkpoint.mesh.world, 'rank')})"),
+        ("step", "unknown" if checkpoint.step is None else str(checkpoint.step)),
+        ("parameters", f"{weights:,} in {', '.join(f'{count} {role}' for role, count in roles.items())}"),
+        ("files", f"{len(checkpoint.sizes)}, {format_bytes(sum(checkpoint.sizes.values()))}"),
+        ("states", ", ".join(f"{kind} {dtype} {format_bytes(size)}" for (kind, dtype), size in kinds.items())),
     ]
     for key, value in checkpoint.details.items():
-        lines.append([key.replace("_", " "), value if isinstance(value, str) else json.dumps(value)])
+        facts.append(("file kinds" if key == "files" else key.replace("_", " "), _fact(value)))
     for number, group in enumerate(checkpoint.groups):
         hyper = {key: value for key, value in group.hyper.items() if isinstance(value, (int, float, str, tuple))}
         text = ", ".join(f"{key}={value}" for key, value in hyper.items())
-        lines.append([f"group {number}", f"{plural(len(group.names), 'parameter')}: {text}"])
+        facts.append((f"group {number}", f"{plural(len(group.names), 'parameter')}: {text}"))
     rows = [
         [
             parameter.name,
@@ -106,8 +116,16 @@ def _summary_text(checkpoint: Checkpoint) -> str:
         for parameter in parameters
     ]
     header = ["parameter", "shape", "dtype", "bytes", "group", "states", "rule"]
-    width = max(len(key) for key, _ in lines)
-    return "\n".join(f"{key.ljust(width)}  {value}" for key, value in lines) + "\n\n" + format_table(rows, header)
+    return f"{format_facts(facts)}\n\n{format_table(rows, header, ('group', 'dtype', 'states', 'bytes'))}"
+
+
+def _fact(value: Any) -> str:
+    """A JSON value in words."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_fact(each)}" for key, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_fact, value))
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _rules_text(checkpoint: Checkpoint) -> str:
@@ -115,7 +133,7 @@ def _rules_text(checkpoint: Checkpoint) -> str:
         [parameter.name, "×".join(map(str, parameter.shape)) or "scalar", str(parameter.rule), parameter.rule_origin]
         for parameter in checkpoint.parameters.values()
     ]
-    return format_table(rows, ["parameter", "shape", "rule", "where it came from"])
+    return format_table(rows, ["parameter", "shape", "rule", "where it came from"], ("shape",))
 
 
 def _remarks(parameter: Parameter) -> str:
@@ -200,7 +218,7 @@ def _locations_text(parameter: Parameter) -> str:
             )
     header = ["state", "rank", "holds", "dtype", "", "bytes", "file"]
     summary = f"{list(parameter.shape)}, {parameter.role}, rule {parameter.rule} ({parameter.rule_origin})"
-    return f"{parameter.name}: {summary}\n\n{format_table(rows, header)}"
+    return f"{format_text(f'{parameter.name}: {summary}')}\n\n{format_table(rows, header, ('dtype',))}"
 
 
 def _locations_json(parameter: Parameter) -> dict[str, Any]:

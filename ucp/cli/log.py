@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from ucp.cli.output import PATH, format_bytes, format_table, json_option
-from ucp.errors import InconsistentError, IntegrityError, UsageError
+from ucp.cli.output import PATH, echo, format_table, json_option, with_colours
+from ucp.errors import ImpossibleError, InconsistentError, IntegrityError, UsageError, format_bytes
 from ucp.log.base_folders import list_bases, usable_bases
 from ucp.log.codecs import Encoding
 from ucp.log.frames import TABLE_TYPES
@@ -47,7 +47,7 @@ def list_log(log: Path, as_json: bool) -> None:
     """
     with Log.open(log, "inspect", check="tail") as opened:
         if as_json:
-            click.echo(json.dumps(log_to_json(opened)))
+            echo(json.dumps(log_to_json(opened)))
             return
         rows = [
             [
@@ -61,13 +61,13 @@ def list_log(log: Path, as_json: bool) -> None:
             ]
             for epoch in opened.epochs
         ]
-        click.echo(format_table(rows, ["epoch", "steps", "from", "streams", "mesh", "kernel", "size"]))
+        echo(format_table(rows, ["epoch", "steps", "from", "streams", "mesh", "kernel", "size"], ("streams", "from")))
         bases = list_bases(opened.run_folder)
         if bases:
             usable = {base.number for base in usable_bases(opened)}
             rows = [[str(b.number), str(b.step), str(b.epoch), "yes" if b.number in usable else "no"] for b in bases]
-            click.echo("\n" + format_table(rows, ["base", "step", "epoch", "continued by the log"]))
-        click.echo(f"last complete step: {opened.recoverable_step}", err=True)
+            echo("\n" + format_table(rows, ["base", "step", "epoch", "continued by the log"]))
+        echo(f"last complete step: {opened.recoverable_step}", err=True)
         _echo_defects(opened)
 
 
@@ -88,7 +88,7 @@ def stat(log: Path, step: int | None, as_json: bool) -> None:
             return
         epochs = [epoch_statistics(epoch) for epoch in opened.epochs]
         if as_json:
-            click.echo(json.dumps({"schema": SCHEMA, "epochs": epochs}))
+            echo(json.dumps({"schema": SCHEMA, "epochs": epochs}))
             return
         for epoch in epochs:
             _print_statistics(epoch)
@@ -132,13 +132,13 @@ def verify(ctx: click.Context, log: Path, as_json: bool) -> None:
                     for defect in defects
                 ],
             }
-            click.echo(json.dumps(result))
+            echo(json.dumps(result))
         else:
             for defect in defects:
-                click.echo(str(defect))
+                echo(str(defect))
             for number, stream in missing:
-                click.echo(f"epoch {number}: stream {stream} has no files")
-            click.echo(f"{verdict}; last complete step: {opened.recoverable_step}", err=True)
+                echo(f"epoch {number}: stream {stream} has no files")
+            echo(f"{verdict}; last complete step: {opened.recoverable_step}", err=True)
     ctx.exit(IntegrityError.exit_code if bad else (InconsistentError.exit_code if missing else 0))
 
 
@@ -194,7 +194,7 @@ def compact(log: Path, step: int | None, dry_run: bool, as_json: bool) -> None:
         if step is None:
             bases = usable_bases(opened)
             if len(bases) < 2:
-                raise UsageError(
+                raise ImpossibleError(
                     f"{log}: there are {len(bases)} bases, but the log is kept from the second newest on",
                     hint="give the step of a checkpoint of yours with --step",
                 )
@@ -214,26 +214,26 @@ def _carry_out(cuts: list[FileCut], dry_run: bool, as_json: bool, *, keep_tail: 
         apply_cuts(cuts, save_tails=keep_tail)
     if as_json:
         result = {"schema": SCHEMA, "done": not dry_run, "bytes": freed, "files": [cut.to_json() for cut in cuts]}
-        click.echo(json.dumps(result))
+        echo(json.dumps(result))
         return
     for cut in cuts:
         what = "deleted" if cut.keep == 0 else f"cut to {cut.keep} bytes"
-        click.echo(f"{cut.path}: {what}")
-    click.echo(f"{format_bytes(freed)} {'would be freed' if dry_run else 'freed'}", err=True)
+        echo(f"{cut.path}: {what}")
+    echo(f"{format_bytes(freed)} {'would be freed' if dry_run else 'freed'}", err=True)
 
 
 def _print_statistics(epoch: dict[str, Any]) -> None:
     steps = "no steps" if epoch["steps"] is None else f"steps {epoch['steps'][0]} to {epoch['steps'][1]}"
-    click.echo(f"epoch {epoch['epoch']}: {steps}, {epoch['optimizer']} ({epoch['kernel']})")
-    click.echo(f"  elements   {epoch['elements']:,}")
+    echo(f"epoch {epoch['epoch']}: {steps}, {epoch['optimizer']} ({epoch['kernel']})")
+    echo(f"  elements   {epoch['elements']:,}")
     if epoch["bytes_per_step"] is not None:
         each = f", {epoch['bytes_per_element']:.3f} bytes per element" if epoch["bytes_per_element"] is not None else ""
-        click.echo(f"  per step   {format_bytes(epoch['bytes_per_step'])}{each}")
-        click.echo("  blocks     " + ", ".join(f"{count} {name}" for name, count in epoch["encodings"].items()))
+        echo(f"  per step   {format_bytes(epoch['bytes_per_step'])}{each}")
+        echo("  blocks     " + ", ".join(f"{count} {name}" for name, count in epoch["encodings"].items()))
     if epoch["skipped"]:
-        click.echo(f"  skipped    {', '.join(map(str, epoch['skipped']))}")
+        echo(f"  skipped    {', '.join(map(str, epoch['skipped']))}")
     for note in epoch["notes"]:
-        click.echo(f"  note       {note}")
+        echo(f"  note       {note}")
     rows = [
         [
             str(stream["stream"]),
@@ -247,7 +247,7 @@ def _print_statistics(epoch: dict[str, Any]) -> None:
         for stream in epoch["streams"]
     ]
     text = format_table(rows, ["stream", "rank", "steps", "files", "elements", "size", "end"])
-    click.echo("\n".join("  " + line for line in text.splitlines()))
+    echo("\n".join("  " + line for line in text.splitlines()))
 
 
 def _show_step(log: Log, step: int, as_json: bool) -> None:
@@ -262,21 +262,21 @@ def _show_step(log: Log, step: int, as_json: bool) -> None:
         "aux": stream.aux(step),
     }
     if as_json:
-        click.echo(json.dumps(result))
+        echo(json.dumps(result))
         return
     state = "skipped" if record.skipped else record.stage.name.lower()
     scale = "" if record.scale is None else f", scale {float(record.scale)!r}"
-    click.echo(f"step {step} of epoch {span.epoch.number}: {state}{scale}")
+    echo(f"step {step} of epoch {span.epoch.number}: {state}{scale}")
     for group in result["groups"]:
-        click.echo("  group " + ", ".join(f"{key} {value!r}" for key, value in group.items() if value is not None))
+        echo("  group " + ", ".join(f"{key} {value!r}" for key, value in group.items() if value is not None))
 
 
 def _echo_defects(log: Log) -> None:
     for epoch in log.epochs:
         for defect in epoch.defects:
-            click.echo(f"note: {defect}", err=True)
+            echo(with_colours(f"note: {defect}"), err=True)
         for stream in epoch.missing:
-            click.echo(f"note: epoch {epoch.number}: stream {stream} has no files", err=True)
+            echo(with_colours(f"note: epoch {epoch.number}: stream {stream} has no files"), err=True)
 
 
 SCHEMA = 1  # of what `ucp log … --json` prints

@@ -12,7 +12,15 @@ from importlib import import_module
 
 import click
 
-from ucp.errors import INTERRUPTED_EXIT_CODE, StorageError, UcpError, UsageError
+from ucp.cli.output import Terminated, echo
+from ucp.errors import (
+    INTERRUPTED_EXIT_CODE,
+    TERMINATED_EXIT_CODE,
+    StorageError,
+    UcpError,
+    UsageError,
+    missing_package,
+)
 from ucp.version import VERSION
 
 # Commands are imported when they are called, so that `ucp --help` is fast.
@@ -27,6 +35,17 @@ COMMANDS = {
     "shadow": "Keep the newest complete step of a running job in memory, ready to be converted.",
     "snapshot": "Show when a job's snapshots copy each tensor, and what that costs the job.",
     "report": "Write one self-contained HTML page: mesh, partition map, sizes, checks, statistics.",
+    "formats": "List the formats that can be read and written.",
+    "presets": "List the packaged rules for splitting parameters over tensor-parallel ranks (--preset).",
+    "names": "List the naming schemes, tables and model families that --names supports.",
+    "help": "Show the help of a command.",
+}
+_MODULES = {  # of commands that are not alone in a module of their name
+    "merge": "convert:merge_command",
+    "formats": "listings:formats_command",
+    "presets": "listings:presets_command",
+    "names": "listings:names_command",
+    "help": "main:help_command",
 }
 
 
@@ -39,7 +58,7 @@ class _CommandGroup(click.Group):
         del ctx
         if cmd_name not in COMMANDS:
             return None
-        module, attribute = ("convert", "merge_command") if cmd_name == "merge" else (cmd_name, "command")
+        module, _, attribute = _MODULES.get(cmd_name, f"{cmd_name}:command").partition(":")
         command: click.Command = getattr(import_module(f"ucp.cli.{module}"), attribute)
         return command
 
@@ -63,9 +82,10 @@ class _CommandGroup(click.Group):
     cls=_CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 ok · 1 inconsistent · 2 usage · 3 not understood · 4 integrity · 5 I/O or space"
-    " · 6 refused as unsafe · 130 interrupted. UCP_DEBUG=1 shows tracebacks.",
+    " · 6 refused as unsafe · 7 not possible for this checkpoint · 130 interrupted · 143 terminated."
+    " UCP_DEBUG=1 shows tracebacks.",
 )
-@click.version_option(VERSION, prog_name="ucp")
+@click.version_option(VERSION, "-V", "--version", prog_name="ucp")
 def cli() -> None:
     """The universal checkpoint converter for DeepSpeed and Megatron.
 
@@ -83,6 +103,19 @@ def cli() -> None:
     """
 
 
+@click.command("help", short_help="Show the help of a command.")
+@click.argument("command", nargs=-1)
+@click.pass_context
+def help_command(ctx: click.Context, /, command: tuple[str, ...]) -> None:
+    """Show the help of COMMAND, or of ucp itself.
+
+    \b
+      ucp help convert
+      ucp help log compact
+    """
+    ctx.find_root().command.main([*command, "--help"], prog_name="ucp", standalone_mode=False)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code. A user's mistake shows no traceback, a bug always does."""
     # An index consists of many small objects that live as long as the command, so collecting garbage among them is
@@ -96,19 +129,25 @@ def run(arguments: Sequence[str]) -> int:
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as error:
         return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("ucp: interrupted", err=True)
-        return INTERRUPTED_EXIT_CODE
+    except (click.Abort, KeyboardInterrupt) as error:
+        is_terminated = isinstance(error.__cause__ or error, Terminated)  # click turns interrupts into aborts
+        echo(f"ucp: {'terminated' if is_terminated else 'interrupted'}", err=True)
+        return TERMINATED_EXIT_CODE if is_terminated else INTERRUPTED_EXIT_CODE
     except click.ClickException as error:
         error.show()
         return UsageError.exit_code
     except UcpError as error:
         if os.environ.get("UCP_DEBUG"):
             raise
-        click.echo(f"ucp: {error}", err=True)
-        return error.exit_code
-    except BrokenPipeError:
-        # The reader of the output (`head`, `less`) has closed it. Nothing is wrong.
+        return _report(error)
+    except ModuleNotFoundError as error:
+        missing = missing_package(error)
+        if missing is None or os.environ.get("UCP_DEBUG"):
+            raise
+        return _report(missing)
+    except (BrokenPipeError, SystemExit):
+        # The reader of a help text (`head`, `less`) has closed it, for which click exits with 1; `echo` handles
+        # everything else.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -116,8 +155,12 @@ def run(arguments: Sequence[str]) -> int:
         if os.environ.get("UCP_DEBUG"):
             raise
         what = error.filename or "the output cannot be written"
-        click.echo(f"ucp: {what}: {error.strerror or error}", err=True)
-        return StorageError.exit_code
+        return _report(StorageError(f"{what}: {error.strerror or error}"))
+
+
+def _report(error: UcpError) -> int:
+    echo(f"{click.style('ucp:', fg='red')} {error}", err=True)
+    return error.exit_code
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from ucp import api
-from ucp.cli.output import FILE, add_options, check_parent_folder, format_bytes, plural, source_argument
+from ucp.cli.output import FILE, add_options, check_parent_folder, echo, plural, quiet_option, source_argument
 from ucp.core.findings import LevelName
-from ucp.errors import UsageError
+from ucp.errors import UsageError, format_bytes
 from ucp.options import PageOptions
 
 
@@ -23,11 +23,13 @@ from ucp.options import PageOptions
 @click.option("--deep", is_flag=True, help="Run the deep checks, which read every byte.")
 @click.option("--no-stats", is_flag=True, help="Leave the statistics out.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+@quiet_option
 @click.pass_context
 def command(
     ctx: click.Context,
     /,
     src: Path,
+    quiet: bool,
     output: Path,
     quick: bool,
     deep: bool,
@@ -55,13 +57,13 @@ def command(
     check_parent_folder(output, "the page")
     level: LevelName = "quick" if quick else "deep" if deep else "default"
     statistics = not (quick or no_stats)
-    written = api.report(src, output, level=level, statistics=statistics, progress=ProgressBar(), **options)
+    written = api.report(src, output, level=level, statistics=statistics, progress=ProgressBar(quiet=quiet), **options)
     checks = written.report
     if as_json:
         summary = {"schema": 1, "page": str(output), "bytes": written.nbytes, "parameters": written.parameters}
-        click.echo(json.dumps({**summary, "ok": checks.ok, "counts": checks.counts}))
-    else:
+        echo(json.dumps({**summary, "ok": checks.ok, "counts": checks.counts}))
+    elif not quiet:
         counts = ", ".join(plural(count, severity) for severity, count in checks.counts.items() if count)
         size, parameters = format_bytes(written.nbytes), plural(written.parameters, "parameter")
-        click.echo(f"{output}: {size}, {parameters}; {counts or 'consistent'}")
+        echo(f"{output}: {size}, {parameters}; {counts or 'consistent'}")
     ctx.exit(0 if written.parameters else checks.exit_code)

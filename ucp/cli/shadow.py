@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ucp.api import read_options
-from ucp.cli.output import FILE, PATH, add_options, format_bytes, json_option, parse_shard
+from ucp.cli.output import FILE, PATH, add_options, echo, json_option, parse_shard
 from ucp.engine.work_shard import WorkShard
-from ucp.errors import InconsistentError, UcpError, UsageError, require_torch
+from ucp.errors import InconsistentError, UcpError, UsageError, format_bytes, require_torch
 from ucp.formats.registry import ReadOptions, WriteOptions, make_writer, open_checkpoint
 from ucp.options import ReadingOptions
 
@@ -108,7 +108,7 @@ def command(
         try:
             for address in addresses:
                 servers.append(ShadowServer(shadow, address, _echo))
-                click.echo(str(servers[-1].address))
+                echo(str(servers[-1].address))
             while signals.wait() == signal.SIGUSR1:
                 if save is None:  # the default action of SIGUSR1 would end the process and lose the state
                     _echo("nothing was saved: start the shadow with --save DIR to let SIGUSR1 write what it holds")
@@ -138,21 +138,21 @@ def status(ctx: click.Context, address: str, token: Path | None, as_json: bool) 
 
     found = request_status(address, token)
     if as_json:
-        click.echo(json.dumps(found))
+        echo(json.dumps(found))
     elif found["step"] is None:
-        click.echo(f"{found['condition']}: holds nothing yet" + (f": {found['reason']}" if found["reason"] else ""))
+        echo(f"{found['condition']}: holds nothing yet" + (f": {found['reason']}" if found["reason"] else ""))
     else:
         states, pending = format_bytes(found["state_bytes"]), format_bytes(found["pending_bytes"])
-        click.echo(
+        echo(
             f"{found['condition']}: step {found['step']}, {found['lag_steps']} behind,"
             f" {found['seconds_since_step']:.1f} s since then; {states} of states, {pending} waiting;"
             f" {found['feeds']} of {found['streams']} streams connected"
             + ("" if found["share"][1] == 1 else "; shard {}/{}".format(*found["share"]))
         )
         for line in ([found["reason"]] if found["reason"] else []) + found["labels"]:
-            click.echo(line)
+            echo(line)
         if found["proven_step"] is not None:
-            click.echo(f"the state matched the job's own digests at step {found['proven_step']}")
+            echo(f"the state matched the job's own digests at step {found['proven_step']}")
     ctx.exit(1 if found["condition"] == "stale" else 0)
 
 
@@ -167,7 +167,7 @@ def _save(shadow: Shadow, folder: Path, options: ReadOptions) -> None:
 
 
 def _echo(text: str) -> None:
-    click.echo(f"ucp shadow: {text}", err=True)
+    echo(f"ucp shadow: {text}", err=True)
 
 
 def save_newest_step(shadow: Shadow, folder: Path, options: ReadOptions) -> tuple[Path, bool]:

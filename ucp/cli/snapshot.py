@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from ucp.cli.output import FILE, PATH, format_bytes, format_table, json_option, parse_bytes
-from ucp.errors import IntegrityError, StorageError, UsageError
+from ucp.cli.output import FILE, PATH, echo, format_table, json_option, parse_bytes
+from ucp.errors import IntegrityError, StorageError, UsageError, format_bytes
 from ucp.reports.charts import ScheduleRow, write_schedule_chart
 from ucp.training.snapshots.copy_schedule import (
     BlockedTimes,
@@ -89,7 +89,7 @@ def plan(
         write_schedule_chart(rows, output, f"snapshot of step {recorded['step']}: {stall}", blocked)
     if as_json:
         schedules = [{"step": each.step, **each.schedule.to_json()} for each in steps]
-        click.echo(json.dumps({"schema": 1, **summary, "schedules": schedules, "tensors": recorded["tensors"]}))
+        echo(json.dumps({"schema": 1, **summary, "schedules": schedules, "tensors": recorded["tensors"]}))
         return
     cells = [
         [
@@ -104,19 +104,19 @@ def plan(
         for row in rows
     ]
     step_column = ["step"] if len(steps) > 1 else []
-    click.echo(format_table(cells, [*step_column, "tensor", "size", "update at", "planned", "measured", "copied by"]))
-    click.echo(
+    echo(format_table(cells, [*step_column, "tensor", "size", "update at", "planned", "measured", "copied by"]))
+    echo(
         f"\nstep {summary['step']}: {format_bytes(summary['bytes'])} at {format_bytes(costs.rate)}/s;"
         f" stall planned {_ms(planned)} ms, measured {_ms(measured)} ms"
         f" (and {_ms(summary['measured']['prepare'])} ms to prepare)"
     )
     if len(steps) > 1:
-        click.echo(f"spread over steps {steps[0].step} to {steps[-1].step}: a gradient log brings it to one step")
+        echo(f"spread over steps {steps[0].step} to {steps[-1].step}: a gradient log brings it to one step")
     if blocked:
         spans = ", ".join(f"{_ms(start)}-{_ms(stop)}" for start, stop in blocked)
-        click.echo(f"no copies while gradients are exchanged: {spans} ms after a step")
+        echo(f"no copies while gradients are exchanged: {spans} ms after a step")
     if not summary["feasible"]:
-        click.echo(
+        echo(
             f"{format_bytes(summary['planned']['late_bytes'])} do not fit between two steps; spread over"
             f" {summary['spread']} iterations they would"
         )

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import click
 
-from ucp.cli.output import FILE, PATH, format_bytes, json_option, parse_bytes
-from ucp.errors import UsageError
+from ucp.cli.output import FILE, PATH, echo, json_option, parse_bytes
+from ucp.errors import UsageError, format_bytes
 from ucp.log.reader import Log
 from ucp.log.tuning import RecordingCosts, TuningChoice, choose, measure_costs, waste, young_interval
 
@@ -80,7 +80,7 @@ def command(
             "without_log": {"checkpoint_every": young, "waste": without.total},
             "costs": {key: value for key, value in asdict(costs).items() if math.isfinite(value)},
         }
-        click.echo(json.dumps(result))
+        echo(json.dumps(result))
         return
     _print(choice, costs, lost, young, without.total)
 
@@ -126,4 +126,4 @@ def _print(choice: TuningChoice, costs: RecordingCosts, lost: float, young: int,
     if costs.step_bytes:
         rows.append(("log between bases", format_bytes(costs.step_bytes * choice.base_every)))
     for name, value in rows:
-        click.echo(f"{name:<18} {value}")
+        echo(f"{name:<18} {value}")

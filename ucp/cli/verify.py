@@ -13,13 +13,14 @@ from ucp.cli.output import (
     FILE,
     add_options,
     check_parent_folder,
-    format_bytes,
+    echo,
     plural,
+    quiet_option,
     source_argument,
-    stderr_is_terminal,
+    with_colours,
 )
 from ucp.engine.plan import default_jobs
-from ucp.errors import StorageError, UsageError
+from ucp.errors import StorageError, UsageError, format_bytes
 from ucp.options import VerifyOptions
 
 if TYPE_CHECKING:
@@ -44,10 +45,12 @@ _FORMATS_BY_SUFFIX = {".json": "json", ".sarif": "sarif", ".xml": "junit", ".txt
     type=FILE,
     help="Also write a file: .json, .sarif, .xml (JUnit), else in the format of --format. Repeatable.",
 )
+@quiet_option
 @click.pass_context
 def command(
     ctx: click.Context,
     src: Path,
+    quiet: bool,
     tag: str | None,
     rules: Path | None,
     preset: str | None,
@@ -98,10 +101,10 @@ def command(
         check_parent_folder(path, "the report")
     options = read_options(tag, rules, preset, trust_recorded_ranks, trust_file_names)
     progress = None
-    if not quick and stderr_is_terminal():  # else the bar, and the modules it needs, are useless
+    if not quick:
         from ucp.cli.progress import ProgressBar
 
-        progress = ProgressBar()
+        progress = ProgressBar(quiet=quiet)
     how: dict[str, Any] = {"jobs": jobs or default_jobs(), "progress": progress, "policy": policy, "processes": True}
     if log is not None or step is not None or exact:
         from ucp.replay.checks import verify_at
@@ -113,8 +116,11 @@ def command(
         _write(path, render(report, _FORMATS_BY_SUFFIX.get(path.suffix, form)))
     # If a file already has the output in the format of --format, print text.
     is_written = any(path.suffix not in _FORMATS_BY_SUFFIX for path in output)
-    click.echo(render(report, "text" if is_written else form), nl=False)
-    _conclude(report)
+    shown = "text" if is_written else form
+    text = render(report, shown)
+    echo(with_colours(text) if shown == "text" else text, nl=False)
+    if not quiet:
+        _conclude(report)
     ctx.exit(report.exit_code)
 
 
@@ -129,8 +135,9 @@ def _conclude(report: Report) -> None:
     """Print the verdict to stderr; the findings are data and go to stdout."""
     from ucp.checks.render import verdict
 
-    click.echo(
-        f"{report.source}: {verdict(report)}; {plural(len(report.checks), 'check')} ({report.level.title}) of"
+    said = click.style(verdict(report), fg="green" if report.ok else "red")
+    echo(
+        f"{report.source}: {said}; {plural(len(report.checks), 'check')} ({report.level.title}) of"
         f" {plural(report.parameters, 'parameter')}, {plural(report.atoms, 'atom')}, {plural(report.files, 'file')};"
         f" {format_bytes(report.bytes_read)} read",
         err=True,

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from ucp import settings
 from ucp.core.dtypes import BY_TAG, DType
-from ucp.errors import IntegrityError, NotUnderstoodError, UnsafeError, UsageError, storage_errors
+from ucp.errors import ImpossibleError, IntegrityError, NotUnderstoodError, UnsafeError, storage_errors
 from ucp.storage.local import open_binary, positional_reader
 
 _LENGTH = struct.Struct("<Q")
@@ -79,9 +79,11 @@ def build_header(
     at = 0
     for name, dtype, shape in tensors:
         if dtype.tag is None:
-            raise UsageError(f"{name}: safetensors has no type for {dtype}", hint="choose another type with --dtype")
+            raise ImpossibleError(
+                f"{name}: safetensors has no type for {dtype}", hint="choose another type with --dtype"
+            )
         if name in claims or name == "__metadata__":
-            raise UsageError(
+            raise ImpossibleError(
                 f"{name}: appears twice or is a reserved name, and cannot be written to a safetensors file"
             )
         stop = at + prod(shape) * dtype.itemsize
@@ -91,7 +93,7 @@ def build_header(
     text = json.dumps(claims, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(_LENGTH.size + len(text)) % alignment)
     if len(text) > settings.MAX_SAFETENSORS_HEADER_BYTES:
-        raise UsageError(f"a safetensors header of {len(text)} bytes is larger than readers accept")
+        raise ImpossibleError(f"a safetensors header of {len(text)} bytes is larger than readers accept")
     header = _LENGTH.pack(len(text)) + text
     return SafetensorsLayout(header, {name: len(header) + start for name, start in starts}, len(header) + at)
 

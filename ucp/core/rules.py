@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast, get_args
 
 from ucp.core.box import Box, Shape, whole
-from ucp.errors import InconsistentError, IntegrityError, UnsafeError, UsageError
+from ucp.errors import ImpossibleError, InconsistentError, IntegrityError, UnsafeError, UsageError
 
 T = TypeVar("T")
 Cut = Literal["replicated", "split", "vocab", "average", "pieces"]
@@ -103,7 +103,7 @@ def sizes_of_parts(rule: Rule, total: int, name: str) -> tuple[int, ...]:
         return rule.parts or (total,)
     unit, rest = divmod(total, sum(rule.ratio))
     if rest:
-        raise UsageError(
+        raise ImpossibleError(
             f"parameter {name}: rule '{rule}' divides dimension {rule.dim} into {sum(rule.ratio)} equal shares,"
             f" but it has {total} entries",
             hint="correct the ratio in the rule, or give the sizes as parts",
@@ -111,15 +111,15 @@ def sizes_of_parts(rule: Rule, total: int, name: str) -> tuple[int, ...]:
     return tuple(share * unit for share in rule.ratio)
 
 
-def _no_such_dimension(rule: Rule, shape: Shape, name: str) -> UsageError:
-    return UsageError(f"parameter {name}: rule '{rule}' does not fit slices of shape {list(shape)}")
+def _no_such_dimension(rule: Rule, shape: Shape, name: str) -> ImpossibleError:
+    return ImpossibleError(f"parameter {name}: rule '{rule}' does not fit slices of shape {list(shape)}")
 
 
 def _uneven_widths(rule: Rule, parts: tuple[int, ...], held: tuple[int, ...], name: str) -> tuple[tuple[int, ...], ...]:
     """Widths of the parts on each rank if ranks hold different amounts: the same proportions on every rank."""
     total = sum(held)
     if any(size * part % total for size in held for part in parts):
-        raise UsageError(
+        raise ImpossibleError(
             f"parameter {name}: the slices along dimension {rule.dim} are uneven, {list(held)}, and rule '{rule}'"
             " does not define how its parts are distributed over them",
             hint="give widths together with parts in a rule file",
@@ -234,7 +234,7 @@ def slice_pieces(rule: Rule, padded: Shape, tp: int, rank: int, name: str) -> tu
 def even_widths(size: int, tp: int, name: str, what: str) -> tuple[int, ...]:
     """`size` divided into `tp` equal widths; an error if it does not divide. `what` describes the dimension."""
     if size % tp:
-        raise UsageError(
+        raise ImpossibleError(
             f"parameter {name}: {what} has {size} entries, which do not divide over tp={tp}",
             hint=f"choose a tp that divides {size}",
         )

@@ -82,7 +82,8 @@ def _write(
     try:
         progress.start(sum(target.files[number].size for number in destination.shard.files(target)))
         with SourceFiles(source.root, computed=source.computed) as files:
-            progress.advance(destination.finished_bytes)
+            if finished := destination.finished_bytes:
+                progress.resume(finished)
             destination.write(files, options.budget, Meter(progress.advance))
         if is_whole:
             destination.commit(manifest, durable=options.durable)
@@ -138,6 +139,10 @@ class Coordinator(Progress):
         del total
         if self.is_leader:
             self._progress.start(self._destination.target.nbytes)
+
+    def resume(self, nbytes: int) -> None:
+        if self.is_leader:
+            self._progress.resume(nbytes)
 
     def advance(self, nbytes: int) -> None:
         if self.is_leader:

@@ -20,7 +20,7 @@ from ucp.engine.journal import OutputBusyError
 from ucp.engine.plan import DEFAULT_MEMORY, Plan
 from ucp.engine.pool import Progress
 from ucp.engine.work_shard import WorkShard
-from ucp.errors import StorageError, UcpError, UsageError
+from ucp.errors import StorageError, UcpError, UsageError, missing_package
 from ucp.version import VERSION
 
 
@@ -187,10 +187,7 @@ def _import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise UsageError(
-            f"--engine ray needs Ray, which cannot be imported: {error}",
-            hint="pip install 'universal-checkpoint[ray]', here and on the cluster",
-        ) from None
+        raise missing_package(error, "--engine ray", ", here and on the cluster") or error from None
     return ray
 
 

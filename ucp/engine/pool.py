@@ -45,6 +45,10 @@ class Progress:
     def start(self, total: int) -> None:
         """The run will process `total` bytes."""
 
+    def resume(self, nbytes: int) -> None:
+        """`nbytes` were already done by an earlier run."""
+        self.advance(nbytes)
+
     def advance(self, nbytes: int) -> None:
         """`nbytes` more are done."""
 
@@ -413,8 +417,9 @@ class WorkerProcesses:
     def start(self, main: Callable[[PipeChannel], None]) -> None:
         """Fork a process that calls `main` with its end of the channel, and exits."""
         number = len(self._processes)
-        # A terminal sends Ctrl-C to all processes. Only the parent handles it, once it has recorded its new process.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # A terminal sends Ctrl-C, and Slurm SIGTERM, to all processes. Only the parent handles them, once it has
+        # recorded its new process.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             near, far = PipeChannel.pair()
             try:

@@ -20,14 +20,14 @@ import xxhash
 
 from ucp import settings
 from ucp.containers.crc32 import Crc32
-from ucp.core.target import Digests, Target
+from ucp.core.target import Digests, OutputFile, Target
 from ucp.engine.copy_tasks import CopyTask, OutputRange, task_queues
 from ucp.engine.destination import ManifestBuilder, ShardFailure, ShardProgress
 from ucp.engine.journal import Journal, JournalRecord, OutputBusyError, is_locked, journal_name, journalled_shards
 from ucp.engine.pool import Meter
 from ucp.engine.work_shard import UNSHARDED, WorkShard
 from ucp.engine.worker import WorkerBudget, WrittenRange, run_copy_tasks, trailer_tasks
-from ucp.errors import StorageError, UsageError, storage_errors
+from ucp.errors import StorageError, UsageError, format_bytes, storage_errors
 from ucp.storage.local import (
     SourceFiles,
     check_own_folder,
@@ -120,15 +120,7 @@ class StagingFolder:
             else:
                 journal.begin(self.fingerprint)
             own = [self.target.files[number] for number in sorted(self.files)]
-            needed = sum(file.size for file in own) - self.finished_bytes
-            free, reserve = free_bytes(self.path.parent), settings.SPACE_RESERVE_BYTES
-            if needed + reserve > free:
-                raise StorageError(
-                    f"{self.path.parent}: not enough space ({needed:,} bytes needed, plus {reserve:,} in reserve;"
-                    f" {free:,} are free)",
-                    hint="free some space, or choose a target on another file system (ucp convert --link copies"
-                    " nothing)",
-                )
+            _check_space(self.path.parent, sum(map(_blocks_of, own)) - self.finished_bytes)
             for file in own:
                 make_file(self.folder / file.path, file.size)
         except BaseException as error:
@@ -385,6 +377,22 @@ def digest_range(path: Path, offset: int, nbytes: int, digest: xxhash.xxh3_128 |
             digest.update(block[:count])
             nbytes -= count
     return digest.hexdigest()
+
+
+def _blocks_of(file: OutputFile) -> int:
+    """Bytes that a file occupies: whole blocks."""
+    return -(-file.size // 4096) * 4096
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = free_bytes(folder)
+    reserve = min(settings.SPACE_RESERVE_BYTES, int(needed * settings.SPACE_RESERVE_SHARE))
+    if needed + reserve > free:
+        raise StorageError(
+            f"{folder}: not enough space ({format_bytes(needed)} needed, and {format_bytes(reserve)} in reserve;"
+            f" {format_bytes(free)} free)",
+            hint="free some space, or choose a target on another file system (ucp convert --link copies nothing)",
+        )
 
 
 def _write_file(path: Path, data: bytes) -> None:

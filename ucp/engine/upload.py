@@ -34,7 +34,7 @@ from ucp.engine.pool import Meter
 from ucp.engine.staging import already_exists_error, digests_of, incomplete_shards_error
 from ucp.engine.work_shard import UNSHARDED, WorkShard
 from ucp.engine.worker import WorkerBudget, WrittenRange, run_copy_tasks, trailer_tasks
-from ucp.errors import IntegrityError, StorageError, UsageError
+from ucp.errors import IntegrityError, StorageError, UsageError, format_bytes
 from ucp.storage.local import SourceFiles, free_bytes, make_file, remove_tree
 from ucp.storage.object_store import ObjectInfo
 from ucp.storage.paths import COMPLETION_MARKER, UPLOAD_JOURNAL, RemotePath
@@ -147,12 +147,13 @@ class StoreDestination:
         pending: list[Future[UploadedFile]] = []
         pending_bytes = 0
         try:
-            capacity = free_bytes(spool) - settings.SPACE_RESERVE_BYTES
             largest = max((target.files[number].size for number in left), default=0)
+            reserve = min(settings.SPACE_RESERVE_BYTES, int(largest * settings.SPACE_RESERVE_SHARE))
+            capacity = free_bytes(spool) - reserve
             if largest > capacity:
                 raise StorageError(
-                    f"{spool.parent}: a file of {largest:,} bytes is made here before its upload, but only"
-                    f" {capacity:,} are free",
+                    f"{spool.parent}: a file of {format_bytes(largest)} is made here before its upload, but only"
+                    f" {format_bytes(max(0, capacity))} are free",
                     hint="set TMPDIR to a folder with more space",
                 )
             for group in upload_groups(target, left, max(1, min(settings.REMOTE_SPOOL_BYTES, capacity // 2))):

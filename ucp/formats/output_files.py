@@ -9,7 +9,7 @@ from ucp.core.checkpoint import Atom, Checkpoint, Fragment, Parameter
 from ucp.core.dtypes import UINT8
 from ucp.core.region import Region
 from ucp.core.target import LiteralBytes, OutputFile, WriteItem
-from ucp.errors import UsageError
+from ucp.errors import ImpossibleError
 
 
 def literal_file(path: str, data: bytes) -> OutputFile:
@@ -34,9 +34,9 @@ def copied_file(source: Checkpoint, name: str, path: str) -> OutputFile:
     return OutputFile(path, size, (), (WriteItem(atom, Region.all_of((size,)), 0),))
 
 
-def missing_weight_error(parameter: Parameter) -> UsageError:
+def missing_weight_error(parameter: Parameter) -> ImpossibleError:
     """Return the error of a target that needs weights, if the source only has optimizer states."""
-    return UsageError(
+    return ImpossibleError(
         f"parameter {parameter.name}: the source has no weight for it",
         hint="give a source that also has the model, and leave --only out",
     )

@@ -23,6 +23,7 @@ from ucp.core.dtypes import DType
 from ucp.core.findings import Finding
 from ucp.core.rules import RuleBook
 from ucp.errors import (
+    ImpossibleError,
     InconsistentError,
     NotUnderstoodError,
     StorageError,
@@ -120,6 +121,7 @@ class Format:
     framework: Literal["deepspeed", "megatron", "torch"] | None = None  # loads it; extras are translated for it
     states: Literal["any", "all", "weights"] = "any"  # which states a target may consist of
     selects_dtype: bool = False  # weights are cast when states are selected, not by the writer
+    about: str = ""  # for `ucp formats`
 
 
 _RANKS: Final = frozenset({"tp", "pp", "dp", "ep", "dtype", "like"})
@@ -137,12 +139,14 @@ _BUILT_IN: Final = (
         "ucp.formats.atoms.checks:AtomsChecks",
         options=frozenset({"link", "dtype"}),
         selects_dtype=True,
+        about="one file per state of a parameter: free of any layout, for archiving and as an intermediate form",
     ),
     Format(
         "store",
         "ucp.formats.store:recognises",
         "ucp.formats.store.reader:read",
         checks="ucp.formats.store.checks:StoreChecks",
+        about="mapped store of a running job (ucp.load_store), readable while it is written",
     ),
     Format(
         "deepspeed-universal",
@@ -153,6 +157,7 @@ _BUILT_IN: Final = (
         options=frozenset({"dtype"}),
         framework="deepspeed",
         states="all",
+        about="DeepSpeed's universal folders (ds_to_universal), for --universal-checkpoint jobs",
     ),
     Format(
         "deepspeed",
@@ -163,6 +168,7 @@ _BUILT_IN: Final = (
         options=_LAYERS,
         framework="deepspeed",
         states="all",
+        about="DeepSpeed: ZeRO 0 to 3, pipelines, experts; folders of the HF Trainer, Accelerate, Lightning",
     ),
     Format(
         "megatron",
@@ -172,13 +178,16 @@ _BUILT_IN: Final = (
         "ucp.formats.megatron.checks:MegatronChecks",
         options=_MEGATRON,
         framework="megatron",
+        about="Megatron-LM's legacy files, mp_rank_*/model_optim_rng.pt",
     ),
-    Format(  # read by the entry before
+    Format(  # recognized by the entry before
         "torch-dist",
+        read="ucp.formats.megatron.read.reader:read",
         write="ucp.formats.megatron.write.torch_dist_writer:TorchDistWriter",
         checks="ucp.formats.megatron.checks:TorchDistChecks",
         options=_MEGATRON | {"optimizer_sharding"},
         framework="megatron",
+        about="megatron-core's distributed checkpoints, iter_*/*.distcp",
     ),
     Format(
         "dcp",
@@ -188,6 +197,7 @@ _BUILT_IN: Final = (
         "ucp.formats.dcp.checks:DcpChecks",
         options=_RANKS | {"max_shard_size"},
         framework="torch",
+        about="torch.distributed.checkpoint (FSDP2, DTensor), and state dicts of torch.save",
     ),
     Format(
         "safetensors",
@@ -197,6 +207,7 @@ _BUILT_IN: Final = (
         "ucp.formats.huggingface.checks:HuggingFaceChecks",
         options=frozenset({"dtype", "max_shard_size"}),
         states="weights",
+        about="Hugging Face folders: weights for inference; .bin files are read too",
     ),
 )
 
@@ -262,7 +273,7 @@ def open_checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
     if found.steps and not options.spread:
         found.lease = None  # the error keeps this frame, and must not keep the lease
         steps = sorted({*found.steps.values(), *([] if found.step is None else [found.step])})
-        raise UsageError(
+        raise ImpossibleError(
             f"{path}: this snapshot was spread over steps {steps[0]} to {steps[-1]}: its parameters are of different"
             " steps, so it is not one state of the job",
             hint=f"add --log RUN (in Python, log=): the log of the job brings all of it to step {steps[-1]} or later",
@@ -341,8 +352,7 @@ def make_writer(name: str, source: Checkpoint, options: WriteOptions) -> FormatW
     """The writer of the named format for this source."""
     entry = find_format(name)
     if entry.write is None:
-        targets = ", ".join(entry.name for entry in all_formats() if entry.write is not None)
-        raise UsageError(f"format {name!r} cannot be written", hint=f"choose one of: {targets}")
+        raise UsageError(f"format {name!r} cannot be written", hint=target_hint(name))
     for field in fields(options):
         value = getattr(options, field.name)
         if value is not None and value is not False and field.name not in entry.options:  # ZeRO 0 is a value
@@ -352,6 +362,36 @@ def make_writer(name: str, source: Checkpoint, options: WriteOptions) -> FormatW
                 f"--{option} is not supported with --to {name}", hint=f"leave --{option} out, or choose {others}"
             )
     return cast(FormatWriter, load_hook(entry.write)(source, options))
+
+
+# What people ask for in `--to`, and the command that serves them.
+_OTHER_TARGETS: Final = {
+    "hf huggingface hugging-face transformers vllm": "transformers and vLLM load `ucp convert SRC DST --to safetensors"
+    " --dtype bf16`; add --names hf if the parameters have Megatron's names",
+    "gguf ggml llama.cpp llamacpp ollama": "`ucp convert SRC DST --to safetensors --dtype bf16` (add --names hf if the"
+    " parameters have Megatron's names), then llama.cpp's `convert_hf_to_gguf.py DST`",
+    "pt pth bin torch pytorch state-dict fp32 zero-to-fp32": "`ucp convert SRC DST --to safetensors` writes weights"
+    " that safetensors.torch.load_file reads; for a torch.save file use --to dcp, then `python -m"
+    " torch.distributed.checkpoint.format_utils dcp_to_torch DST FILE`",
+    "fsdp fsdp2 torch-dcp distcp dtensor torchtitan": "FSDP2 and DTensor jobs load `ucp convert SRC DST --to dcp`",
+    "mcore megatron-core dist torchdist": "megatron-core loads `ucp convert SRC DST --to torch-dist`",
+    "megatron-lm legacy mp-rank": "Megatron-LM's legacy files are `ucp convert SRC DST --to megatron`",
+    "universal ds-universal ucp": "DeepSpeed's universal folders are `ucp convert SRC DST --to deepspeed-universal`",
+    "ds zero zero1 zero2 zero3": "DeepSpeed loads `ucp convert SRC DST --to deepspeed --zero STAGE`",
+}
+
+
+def target_hint(name: str) -> str:
+    """What to write instead of a format that does not exist."""
+    wanted = name.lower().replace("_", "-")
+    for names, hint in _OTHER_TARGETS.items():
+        if wanted in names.split():
+            return hint
+    from difflib import get_close_matches  # only needed for a wrong name
+
+    targets = [entry.name for entry in all_formats() if entry.write is not None]
+    close = get_close_matches(wanted, targets, 1)
+    return (f"did you mean {close[0]}? " if close else "") + f"choose one of: {', '.join(targets)}"
 
 
 class RunningDigest(Protocol):

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ucp.core.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType
-from ucp.errors import IntegrityError, NotUnderstoodError
+from ucp.errors import IntegrityError, NotUnderstoodError, missing_package
 from ucp.log.frames import BadBytesError
 
 Bits = npt.NDArray[Any]  # one-dimensional, unsigned integers, one per element
@@ -203,10 +203,7 @@ def _zstd() -> Any:
     try:
         import zstandard
     except ImportError as error:
-        raise NotUnderstoodError(
-            "the log contains compressed blocks, and zstandard is not installed",
-            hint="pip install 'universal-checkpoint[log]'",
-        ) from error
+        raise missing_package(error, "a log with compressed blocks") or error from None
     return zstandard
 
 

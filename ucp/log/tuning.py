@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Final
 
-from ucp.errors import UsageError
+from ucp.errors import ImpossibleError, UsageError
 from ucp.log.base_folders import list_bases
 from ucp.log.reader import Log
 from ucp.storage.paths import list_files
@@ -122,7 +122,7 @@ def choose(costs: RecordingCosts, longest: int = 1_000_000) -> TuningChoice:
     if costs.step_bytes > 0 and math.isfinite(costs.quota_bytes):
         high = min(high, int(costs.quota_bytes // costs.step_bytes))
     if high < low:
-        raise UsageError(
+        raise ImpossibleError(
             f"a base takes {low} steps to save, but the log may only hold {high} steps",
             hint="allow the log more space, or save bases faster",
         )
@@ -188,7 +188,7 @@ def measure_costs(log: Log, mtbf: float) -> RecordingCosts:
     epoch = log.epochs[-1]
     steps = epoch.steps
     if len(steps) < 3:
-        raise UsageError(
+        raise ImpossibleError(
             f"{epoch.folder}: {len(steps)} steps are too few to measure costs", hint="give the costs as options"
         )
     stream = next(iter(epoch.streams.values()))

@@ -23,7 +23,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from ucp.containers.config_files import parse_toml, places, read_toml
 from ucp.core.rules import REPLICATED, Rule, compile_pattern
-from ucp.errors import UsageError
+from ucp.errors import ImpossibleError, UsageError, first_few
 from ucp.formats.sharded.rule_files import parse_rule
 from ucp.formats.translate.model_config import ModelConfig
 
@@ -88,7 +88,7 @@ class NamePattern:
         def fill(place: re.Match[str]) -> str:
             value = layers if place[1] == LAYERS else numbers[place[1]]
             if value is None:
-                raise UsageError(
+                raise ImpossibleError(
                     f"{self.text}: the number of layers is unknown", hint="give the model's config with --model-config"
                 )
             return str(value + int(place[2] or 0))
@@ -158,6 +158,7 @@ class NameTable:
     when: Mapping[str, bool] = field(default_factory=dict)
     computed: tuple[re.Pattern[str], ...] = ()  # names of buffers that the model computes itself
     secondary: bool = False
+    about: str = ""
 
     def other(self, side: str) -> str:
         """The opposite side."""
@@ -212,6 +213,7 @@ def parse_table(data: bytes, where: str, name: str) -> NameTable:
         base.when if base and "when" not in document else _conditions(document.get("when", {}), where),
         base.computed if base and "computed" not in document else _computed(document.get("computed", []), where),
         document.get("secondary") is True,
+        str(document.get("about", "")),
     )
 
 
@@ -412,7 +414,7 @@ def match_names(table: NameTable, side: str, names: Iterable[str], model: ModelC
     return made
 
 
-def unknown_names_error(match: TableMatch, target: str) -> UsageError:
+def unknown_names_error(match: TableMatch, target: str) -> ImpossibleError:
     """The error for names that are in no entry of the closest table: one line for a name in all layers."""
     patterns = [pattern.text for _, entry in match.entries for pattern in entry.sides[match.side].names]
     lines = []
@@ -420,10 +422,29 @@ def unknown_names_error(match: TableMatch, target: str) -> UsageError:
         close = closest_patterns(name, patterns)
         times = f" (× {count})" if count > 1 else ""
         lines.append(f"\n  {name}{times}" + (f"   closest: {', '.join(close)}" if close else ""))
-    return UsageError(
+    return ImpossibleError(
         f"{len(match.unknown)} of {len(match.unknown) + len(match.found)} parameters have no name in {target!r}"
         f" (table {match.table.name}, side {match.side}):{''.join(lines)}",
         hint="leave them out with --exclude, or write a table of your own and give it with --names FILE",
+    )
+
+
+def unknown_model_error(matches: Sequence[TableMatch], names: Sequence[str], target: str) -> ImpossibleError:
+    """The error for a model that no table is close to: two lines, with the family whose names are most similar."""
+    outlines = list(dict.fromkeys(map(outline, names)))
+
+    def similarity(match: TableMatch) -> tuple[int, float]:
+        patterns = {re.sub(r"\{[^}]*\}", "N", p.text) for _, e in match.entries for p in e.sides[match.side].names}
+        return len(match.found), sum(
+            max(SequenceMatcher(None, pattern, name).ratio() for pattern in patterns) for name in outlines
+        )
+
+    closest = max((match for match in matches if not match.table.secondary), key=similarity)
+    family = f"{closest.table.name} ({closest.table.about.partition(':')[0]})"
+    return ImpossibleError(
+        f"--names {target}: no packaged table knows this model ({first_few(outlines)}); the closest is"
+        f" {family}, with {len(closest.found)} of {len(names)} names",
+        hint="`ucp names` lists the models; write a table for this one and give it with --names FILE (docs/names.md)",
     )
 
 

@@ -17,7 +17,7 @@ from ucp.core.box import Box, Shape, whole
 from ucp.core.checkpoint import Atom, Checkpoint, Note, Parameter, ParamGroup
 from ucp.core.remap import BlockMap, remapped_atom
 from ucp.core.rules import REPLICATED, Rule
-from ucp.errors import InconsistentError, UsageError
+from ucp.errors import ImpossibleError, InconsistentError
 from ucp.formats.translate.model_config import ModelConfig
 from ucp.names.name_tables import TableEntry, TableMatch, TableSide
 
@@ -65,7 +65,7 @@ class _Renaming:
         if len(parameters) != len(targets):
             names = [target.name for target in targets]
             duplicate = min(name for name in names if names.count(name) > 1)
-            raise UsageError(f"two parameters would both be called {duplicate}", hint="correct the table of names")
+            raise ImpossibleError(f"two parameters would both be called {duplicate}", hint="correct the table of names")
         renamed: dict[str, list[str]] = {}
         for target in targets:
             for source in dict.fromkeys(tile.name for tile in target.tiles):
@@ -231,7 +231,7 @@ class _Renaming:
             return replace(first, name=target.name, replicas=tuple(copies[1:]))
         odd = next((source for source in sources if source.atoms[kind].shape != source.shape), None)
         if odd is not None:
-            raise UsageError(
+            raise ImpossibleError(
                 f"parameter {odd.name}: '{kind}' has shape {list(odd.atoms[kind].shape)}, which cannot be rearranged"
                 f" like the parameter's {list(odd.shape)}",
                 hint="leave the optimizer out with --only weights",
@@ -327,20 +327,20 @@ def part_ratio(entry: TableEntry, model: ModelConfig, name: str) -> tuple[int, .
     """The ratio of the sizes of an entry's parts."""
     if entry.ratio == "qkv":
         if model.heads is None or model.query_groups is None:
-            raise UsageError(
+            raise ImpossibleError(
                 f"parameter {name}: the checkpoint does not contain the numbers of query heads and key heads",
                 hint="give the model's config.json with --model-config FILE,"
                 ' or {"num_attention_heads": …, "num_key_value_heads": …}',
             )
         if model.heads % model.query_groups:
-            raise UsageError(
+            raise ImpossibleError(
                 f"parameter {name}: {model.heads} query heads do not divide over {model.query_groups} key heads",
                 hint="--model-config FILE corrects them",
             )
         return model.heads, model.query_groups, model.query_groups
     if entry.ratio == "gated":
         if model.gated is None:
-            raise UsageError(
+            raise ImpossibleError(
                 f"parameter {name}: the checkpoint does not contain whether the MLP has a gate",
                 hint='put {"swiglu": true} or {"swiglu": false} into a --model-config FILE',
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from ucp.core.checkpoint import Checkpoint, Note, Parameter, ParamGroup
-from ucp.errors import UsageError
+from ucp.errors import ImpossibleError, UsageError
 from ucp.formats.translate.hf_config import hf_mismatch, to_hf_config
 from ucp.formats.translate.model_config import CONFIG_FILE, ModelConfig, hf_config_in, model_config_of
 from ucp.formats.translate.to_deepspeed import MEGATRON_DEEPSPEED
@@ -20,6 +20,7 @@ from ucp.names.name_tables import (
     match_names,
     packaged_tables,
     table_names,
+    unknown_model_error,
     unknown_names_error,
 )
 from ucp.names.renaming import HF, MEGATRON, apply_table
@@ -64,8 +65,8 @@ def rename_parameters(checkpoint: Checkpoint, names: str | Path, model_config: P
     return _for_pipeline(found) if side == MEGATRON_DEEPSPEED else found
 
 
-def _no_table(why: str) -> UsageError:
-    return UsageError(f"no packaged table of names covers this model: {why}", hint=_OWN_TABLE)
+def _no_table(why: str) -> ImpossibleError:
+    return ImpossibleError(f"no packaged table of names covers this model: {why}", hint=_OWN_TABLE)
 
 
 def _strip_wrappers(checkpoint: Checkpoint) -> Checkpoint:
@@ -119,7 +120,7 @@ def _tables_to_apply(checkpoint: Checkpoint, names: str, model: ModelConfig) -> 
         known = ", ".join(table.name for table in wanted)
         words = {"moe": ("experts", "no experts"), "gated": ("a gated MLP", "no gate in its MLP")}
         has = [words[key][not value] for key in words if (value := getattr(model, key)) is not None]
-        raise UsageError(
+        raise ImpossibleError(
             f"no table of {names!r} names covers this model ({', '.join(has)}); there are: {known}", hint=_OWN_TABLE
         )
     direct = [match for match in _matches(checkpoint, wanted, model) if match.side != target]
@@ -134,7 +135,10 @@ def _tables_to_apply(checkpoint: Checkpoint, names: str, model: ModelConfig) -> 
         if first is not None:
             return [first, _second_table(checkpoint, first, wanted, target, model)]
     candidates = direct or _matches(checkpoint, tables, model)
-    raise unknown_names_error(min(candidates, key=lambda match: len(match.unknown)), names)
+    best = min(candidates, key=lambda match: len(match.unknown))
+    if len(best.found) < len(best.unknown):
+        raise unknown_model_error(_matches(checkpoint, tables, model), list(checkpoint.parameters), names)
+    raise unknown_names_error(best, names)
 
 
 def _is_mostly(checkpoint: Checkpoint, tables: Sequence[NameTable], target: str, model: ModelConfig) -> bool:
@@ -152,7 +156,7 @@ def _second_table(
     matches = [match for match in _matches(between, wanted, model) if match.side == MEGATRON]
     best = min(matches, key=lambda match: len(match.unknown), default=None)
     if best is None:
-        raise UsageError(f"no table leads from {first.side!r} to {target!r} for this model")
+        raise ImpossibleError(f"no table leads from {first.side!r} to {target!r} for this model")
     if not best.is_complete:
         raise unknown_names_error(best, target)
     return best
@@ -173,7 +177,7 @@ def _for_hugging_face(checkpoint: Checkpoint, model: ModelConfig) -> Checkpoint:
     if hf_config_in(checkpoint) is None:
         mismatch = hf_mismatch(model)
         if mismatch is not None:
-            raise UsageError(
+            raise ImpossibleError(
                 f"Hugging Face's modules would compute something else from these tensors: {mismatch}",
                 hint="no packaged table of names covers this model; --names FILE takes one of your own",
             )

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ucp.core.dtypes import BFLOAT16, FLOAT32, FLOAT64, DType
-from ucp.errors import UsageError
+from ucp.errors import ImpossibleError
 
 RawArray = NDArray[Any]
 
@@ -51,7 +51,9 @@ def cast(raw: RawArray, source: DType, target: DType) -> RawArray:
     if source == target:
         return raw
     if not can_cast(source, target):
-        raise UsageError(f"cannot cast {source} to {target}", hint="keep the stored dtype; cast with torch afterwards")
+        raise ImpossibleError(
+            f"cannot cast {source} to {target}", hint="keep the stored dtype; cast with torch afterwards"
+        )
     values = widen(raw, source)
     with np.errstate(over="ignore", invalid="ignore"):  # a narrowing cast may overflow to infinity
         result: RawArray = _to_bfloat16(values) if target == BFLOAT16 else values.astype(raw_dtype(target))

@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from ucp.core.checkpoint import STEP, Checkpoint, Note
-from ucp.errors import UsageError, require_torch
+from ucp.errors import ImpossibleError, UsageError, require_torch
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.log.base_folders import BaseCheckpoint, list_bases, usable_bases
 from ucp.log.payloads import StateDigest
@@ -59,7 +59,7 @@ def at_step(base: Checkpoint, log: Log, step: int | None = None, *, exact: bool 
         proof = prove_by_digests(replayed)
         replayed.labels, replayed.proven = proof.remaining(replayed.labels), proof.proven_step
         if replayed.labels:
-            raise UsageError(
+            raise ImpossibleError(
                 f"{log.root}: step {replayed.checkpoint.step} cannot be replayed exactly: {replayed.labels[0]}",
                 hint="without --exact the result is labelled approximate",
             )
@@ -90,12 +90,14 @@ def replay_to_step(base: Checkpoint, log: Log, step: int | None = None) -> Repla
     known = _base_of(base, log)
     steps, first, step_before = known.steps, known.first_step, known.step
     if last < first:
-        raise UsageError(f"{base.root}: is of step {first}, after step {last}", hint="use a base of an earlier step")
+        raise ImpossibleError(
+            f"{base.root}: is of step {first}, after step {last}", hint="use a base of an earlier step"
+        )
     spans = [] if last == first else _spans_between(log.spans(last), first, last, log)
     earliest = spans[0].last if spans else last
     for name, newest in ({**steps, "the rest": known.step} if steps else {}).items():
         if newest > earliest:
-            raise UsageError(
+            raise ImpossibleError(
                 f"{base.root}: parameter {name} is of step {newest}, after step {earliest}",
                 hint="a base whose tensors are of different steps can be used from the step of its newest tensor on",
             )
@@ -134,7 +136,7 @@ def _base_of(base: Checkpoint, log: Log) -> BaseCheckpoint:
         if named is not None and (log.run_folder / named).resolve() in (root, root.parent):
             return BaseCheckpoint(root, -1, epoch.manifest.start, epoch.number)
     if base.step is None:
-        raise UsageError(
+        raise ImpossibleError(
             f"{base.root}: does not contain its step, so the log cannot be applied to it",
             hint="use a base of the run, or a checkpoint that contains its step",
         )
@@ -146,7 +148,7 @@ def _spans_between(spans: Sequence[EpochSpan], first: int, last: int, log: Log) 
     kept = [replace(span, first=max(span.first, first + 1)) for span in spans if span.last > first]
     if not kept or kept[0].first != first + 1:
         have = f"steps {spans[0].first} to {spans[-1].last}" if spans else "no steps"
-        raise UsageError(
+        raise ImpossibleError(
             f"{log.root}: does not contain all steps from the base (step {first}) to step {last}: it has {have}",
             hint="use a newer base, or the log with its older segments",
         )
@@ -333,7 +335,7 @@ def find_base(path: Path, log: Log, step: int | None) -> Path:
     last = log.recoverable_step if step is None else step
     fitting = [base for base in usable if max([base.step, *base.steps.values()]) <= last]
     if not fitting:
-        raise UsageError(
+        raise ImpossibleError(
             f"{path}: contains no base from which step {last} can be reached",
             hint="`ucp log ls` lists bases and steps; give a checkpoint of an earlier step instead of the run",
         )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ucp.core.optimizers import Hyper, Optimizer, optimizer_of_kernel
-from ucp.errors import UsageError
+from ucp.errors import UsageError, missing_package
 from ucp.log.stream_schema import PARAM
 from ucp.read.casting import RawArray, page_aligned
 
@@ -343,6 +343,8 @@ def load_native_op(name: str) -> Any:
         from deepspeed.ops import op_builder
 
         return getattr(op_builder, {"adam": "CPUAdamBuilder", "lion": "CPULionBuilder"}[name])().load(verbose=False)
+    except ModuleNotFoundError as error:
+        raise missing_package(error, f"replaying DeepSpeed's cpu_{name}") or error from None
     except Exception as error:  # a missing compiler fails in many ways
         raise UsageError(
             f"DeepSpeed's cpu_{name} operator cannot be loaded: {error}",

@@ -9,7 +9,7 @@ from ucp.core.box import intersect, whole
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, Fragment, Parameter
 from ucp.core.dtypes import BY_NAME, FLOAT32, DType, scalar_value
 from ucp.core.region import Region
-from ucp.errors import InconsistentError, UsageError
+from ucp.errors import ImpossibleError, InconsistentError
 from ucp.log.codecs import EncodedBlock
 from ucp.log.reader import EpochSpan, LogStream
 from ucp.log.stream_schema import PARAM, LogBlock, kind_of_logged, logged_kind
@@ -68,7 +68,7 @@ class SpanBuilder:
                 in_base = {block.parameter: self._find_in_base(block.parameter, updates, group) for block in blocks}
                 if self.kernel is None and not stored and span.first <= span.last:
                     optimizer = f"{self.manifest.optimizer} ({self.manifest.kernel.id})"
-                    raise UsageError(
+                    raise ImpossibleError(
                         f"{span.epoch.folder}: the optimizer {optimizer} cannot be replayed"
                         f" ({why_not_replayed(self.manifest.kernel)}), and the log does not contain its states",
                         hint='only the steps of its checkpoints are available; ucp.record(…, what="state") logs states'

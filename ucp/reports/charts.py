@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ucp.errors import StorageError, UsageError
+from ucp.errors import StorageError, UsageError, missing_package
 
 if TYPE_CHECKING:
     from ucp.compare.comparison import RelativeUpdate, RelativeUpdates
@@ -55,11 +55,8 @@ def _write_png(path: Path, draw: Callable[[Any], None], inches: tuple[float, flo
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError(
-            f"{path}: PNG plots need matplotlib, which is not installed",
-            hint="name an .svg file, which needs nothing, or `pip install universal-checkpoint[report]`",
-        ) from None
+    except ImportError as error:
+        raise missing_package(error, f"{path}: a PNG plot", ", or name an .svg file") or error from None
     figure = Figure(figsize=inches, layout="constrained")
     FigureCanvasAgg(figure)
     draw(figure.add_subplot())

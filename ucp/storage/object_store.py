@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from zlib import crc32
 
 from ucp import settings
-from ucp.errors import StorageError, UcpError, UsageError
+from ucp.errors import StorageError, UcpError, UsageError, missing_package
 from ucp.storage.paths import COMPLETION_MARKER, OWN_PREFIX, UPLOAD_JOURNAL
 from ucp.storage.range_cache import RangeCache
 
@@ -81,13 +81,16 @@ class ObjectStore:
     @cached_property
     def fs(self) -> Any:
         """The file system of fsspec."""
-        install = "install the client of the store: pip install 'universal-checkpoint[remote]'"
+        install = (
+            "install the client of the store: pip install 'universal-checkpoint[remote]' for s3://, otherwise gcsfs,"
+            " adlfs, huggingface_hub, …"
+        )
         try:
             from fsspec.core import url_to_fs
 
             return url_to_fs(self.url)[0]
         except ImportError as error:
-            raise UsageError(f"{self.url}: {error}", hint=install) from error
+            raise missing_package(error, self.url) or UsageError(f"{self.url}: {error}", hint=install) from error
         except ValueError as error:
             if "not known" in str(error):
                 scheme = self.url.partition(":/")[0]

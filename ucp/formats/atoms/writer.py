@@ -18,7 +18,7 @@ from ucp import settings
 from ucp.containers.inert_json import InertEncoder, parameter_to_json
 from ucp.core.checkpoint import Atom, Checkpoint, Note, Parameter
 from ucp.core.target import Digests, OutputFile, Target
-from ucp.errors import NotUnderstoodError, UsageError
+from ucp.errors import ImpossibleError, NotUnderstoodError
 from ucp.formats.atoms import MANIFEST, manifest
 from ucp.formats.atoms.manifest import LinkTableWriter
 from ucp.formats.output_files import literal_file, safetensors_file
@@ -152,7 +152,7 @@ def name_of(path: str) -> str:
 def _path(name: str, *, spell_capitals: bool) -> str:
     escaped = _escape(name, spell_capitals=spell_capitals)
     if len(escaped) > _MAX_ESCAPED_BYTES:
-        raise UsageError(f"the parameter name {name[:80]}… is too long for a path ({len(name)} characters)")
+        raise ImpossibleError(f"the parameter name {name[:80]}… is too long for a path ({len(name)} characters)")
     limit = settings.MAX_NAME_BYTES
     chunks = [escaped[i : i + limit] for i in range(0, len(escaped), limit)] or [""]
     return f"{_MORE}/".join(chunks) + SUFFIX

@@ -18,7 +18,7 @@ from ucp.core.dtypes import FLOAT32, DType
 from ucp.core.optimizers import counts_in_tensor, default_group_fields
 from ucp.core.region import Region
 from ucp.core.target import Digests, OutputFile, Target
-from ucp.errors import UsageError
+from ucp.errors import ImpossibleError, UsageError
 from ucp.formats.dcp.optimizer_keys import GROUPS, PARAMS, STATE
 from ucp.formats.dcp.state_dict_layout import StateDictStyle, flatten, private_keys_of, style_of
 from ucp.formats.output_files import copied_file, literal_file
@@ -70,7 +70,7 @@ class DcpWriter:
             tree = trees.setdefault(entry.folder, MetadataTree())
             files = data.setdefault(entry.folder, RowChunkedFiles(self._files, f"{entry.folder}data"))
             if entry.path in tree:
-                raise UsageError(
+                raise ImpossibleError(
                     f"two values would have the key {join_path(entry.path)}",
                     hint="choose other names with --like, or leave one out with --exclude",
                 )
@@ -82,7 +82,9 @@ class DcpWriter:
         outputs = [file for folder, files in data.items() for file in files.outputs(folder)]
         metadata = [literal_file(f"{folder}{METADATA}", tree.dump(folder + METADATA)) for folder, tree in trees.items()]
         if not metadata:
-            raise UsageError(f"{self.source.root}: nothing is left to write", hint="leave --include and --exclude out")
+            raise ImpossibleError(
+                f"{self.source.root}: nothing is left to write", hint="leave --include and --exclude out"
+            )
         *others, self._last = metadata
         taken = {file.path for file in (*outputs, *metadata)}
         carried = [copied_file(self.source, name, name) for name in self.source.extras.files if name not in taken]
@@ -150,7 +152,9 @@ class StateDictEntries:
             states = {kind: atom for kind, atom in parameter.atoms.items() if kind not in (WEIGHT, MASTER)}
             if STEP in states:
                 if states[STEP].numel != 1:
-                    raise UsageError(f"parameter {parameter.name}: its step has the shape {list(states[STEP].shape)}")
+                    raise ImpossibleError(
+                        f"parameter {parameter.name}: its step has the shape {list(states[STEP].shape)}"
+                    )
                 if states[STEP].dtype != FLOAT32:  # as torch has it
                     states[STEP] = replace(states[STEP], dtype=FLOAT32)
             elif counts_in_tensor(states):

@@ -15,7 +15,7 @@ from typing import Final
 
 from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Note, Parameter
 from ucp.core.target import OutputFile, Target
-from ucp.errors import UsageError
+from ucp.errors import ImpossibleError
 from ucp.formats.output_files import copied_file, literal_file, missing_weight_error, safetensors_file
 from ucp.formats.registry import FormatWriter, WriteOptions
 from ucp.formats.translate.model_config import hf_config_in
@@ -112,7 +112,7 @@ class HuggingFaceWriter(FormatWriter):
         names = [name for name, _ in found]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise UsageError(f"two parameters would have the name {twice[0]}")
+            raise ImpossibleError(f"two parameters would have the name {twice[0]}")
         return found, removed
 
     def _atom(self, parameter: Parameter) -> Atom:

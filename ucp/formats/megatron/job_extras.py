@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ucp.containers.inert import Inert, TensorRef
 from ucp.core.checkpoint import Checkpoint, Mesh, Note
-from ucp.errors import UsageError
+from ucp.errors import ImpossibleError
 from ucp.formats.megatron import mcore_modules as mcore
 from ucp.formats.megatron.folder import COMMON, rank_folder_numbers
 from ucp.formats.megatron.job_arguments import JobArguments
@@ -86,7 +86,7 @@ class MegatronExtras:
         self.tree: Mapping[Any, Any] = first
         args = first.get("args")
         if not isinstance(args, Inert) or not isinstance(args.state, dict):
-            raise UsageError(
+            raise ImpossibleError(
                 f"{source.root}: has no arguments of a Megatron job (`args`), which a Megatron checkpoint needs",
                 hint="only checkpoints that Megatron wrote, or atoms made from them, can be written for it so far",
             )

@@ -59,6 +59,14 @@ def preset_names() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in _presets().iterdir() if entry.name.endswith(".toml"))
 
 
+def preset_abouts() -> dict[str, str]:
+    """Return the first line of every packaged preset: which models it is for."""
+    found = (
+        (name, parse_toml((_presets() / f"{name}.toml").read_bytes(), name, "preset")[1]) for name in preset_names()
+    )
+    return {name: str(document.get("about", "")) for name, document in found}
+
+
 def parse_rules(data: bytes, where: str, origin: str, *, optional: bool = False) -> RuleBook:
     """Return the rules in the bytes of a TOML file; `where` names the file in messages, `origin` in reports.
 

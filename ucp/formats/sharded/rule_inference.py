@@ -23,7 +23,7 @@ from ucp import settings
 from ucp.core.box import Shape
 from ucp.core.checkpoint import Fragment
 from ucp.core.rules import REPLICATED, Rule, RuleBook
-from ucp.errors import InconsistentError, UsageError
+from ucp.errors import ImpossibleError, InconsistentError
 from ucp.formats.sharded.lost_files import SurvivingFiles
 from ucp.storage.local import SourceFiles
 
@@ -278,7 +278,7 @@ def _qkv_candidates(dim: int, total: int, hidden: set[int]) -> tuple[Rule, ...]:
     return (*grouped, Rule("split", dim, ratio=(1, 1, 1)), Rule("split", dim))
 
 
-def _ambiguous(undecided: Sequence[_UndecidedRule]) -> UsageError:
+def _ambiguous(undecided: Sequence[_UndecidedRule]) -> ImpossibleError:
     from ucp.formats.sharded.rule_files import format_rule
 
     lines = [f"the rules of {len(undecided)} parameters cannot be inferred"]
@@ -288,7 +288,7 @@ def _ambiguous(undecided: Sequence[_UndecidedRule]) -> UsageError:
         lines += [f"    {line}" for rule in item.candidates for line in format_rule(item.name, rule).splitlines()]
     if len(undecided) > _SHOWN:
         lines.append(f"… and {len(undecided) - _SHOWN} more: " + ", ".join(item.name for item in undecided[_SHOWN:]))
-    return UsageError(
+    return ImpossibleError(
         "\n  ".join(lines),
         hint="put one candidate for each into a TOML file and pass it with --rules, or choose a --preset",
     )

@@ -11,7 +11,7 @@ from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter
 from ucp.core.dtypes import FLOAT32, DType
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule, SlicePiece, slice_pieces
-from ucp.errors import UsageError, first_few
+from ucp.errors import ImpossibleError, first_few
 from ucp.formats.output_files import missing_weight_error
 from ucp.formats.sharded.shard_fragments import contiguous_region
 
@@ -80,7 +80,7 @@ class ParamSlicer:
         rule = self._source_rules.get(parameter.name, parameter.rule)
         if rule.cut == "pieces":
             if self.tp > 1:
-                raise UsageError(
+                raise ImpossibleError(
                     f"parameter {parameter.name}: its slices are described for the source's ranks only"
                     f" ({parameter.rule_origin})",
                     hint="give a rule for it with --rules",
@@ -92,7 +92,7 @@ class ParamSlicer:
             return rule, _padded_shape(parameter)
         size, real = self._padded_vocab(parameter, rule), parameter.shape[rule.dim]
         if size < real or (size > real and rule.true_size is None and not self._grows_vocab):
-            raise UsageError(f"parameter {parameter.name}: a vocabulary of {real} does not fit a size of {size}")
+            raise ImpossibleError(f"parameter {parameter.name}: a vocabulary of {real} does not fit a size of {size}")
         return rule, (*parameter.shape[: rule.dim], size, *parameter.shape[rule.dim + 1 :])
 
     def _padded_vocab(self, parameter: Parameter, rule: Rule) -> int:
@@ -103,13 +103,15 @@ class ParamSlicer:
                 return _round_up(parameter.shape[rule.dim], self._vocab_multiple * self.tp)
             return _round_up(_padded_shape(parameter)[rule.dim], self.tp)
         if size % self.tp:
-            raise UsageError(f"parameter {parameter.name}: a vocabulary of {size} does not divide over tp={self.tp}")
+            raise ImpossibleError(
+                f"parameter {parameter.name}: a vocabulary of {size} does not divide over tp={self.tp}"
+            )
         return size
 
 
-def no_rule_error(names: Sequence[str], tp: int) -> UsageError:
+def no_rule_error(names: Sequence[str], tp: int) -> ImpossibleError:
     """Return the error for parameters that the target splits, if nothing is known about how."""
-    return UsageError(
+    return ImpossibleError(
         f"no rule for splitting {first_few(names, 5)} over tp={tp}",
         hint="give --preset NAME or --rules FILE; `ucp inspect --rules` shows what is known",
     )
@@ -119,7 +121,7 @@ def region_of(pieces: Sequence[SlicePiece], name: str) -> Region:
     """Return the region of a rank's slice; only unscaled pieces without gaps can be written."""
     region = contiguous_region(pieces)
     if region is None:
-        raise UsageError(
+        raise ImpossibleError(
             f"parameter {name}: its slices have gaps or scaled pieces, which cannot be written",
             hint="give a rule for it with --rules",
         )

@@ -11,7 +11,7 @@ from typing import Any, Final
 from ucp.containers.inert import Inert
 from ucp.containers.pickle_writer import bare_object
 from ucp.core.checkpoint import Checkpoint, Extras, Note, ParamGroup
-from ucp.errors import UsageError, first_few
+from ucp.errors import ImpossibleError, first_few
 from ucp.formats.megatron.folder import COMMON
 from ucp.formats.megatron.job_arguments import JobArguments
 from ucp.formats.megatron.mcore_modules import EMBEDDING, OUTPUT
@@ -31,7 +31,7 @@ def to_megatron(
     """The checkpoint with Megatron's extras; `trees` are those of DeepSpeed's model files in it, by rank."""
     if not any(name.startswith("decoder.") for name in checkpoint.parameters):
         shown = ", ".join(list(checkpoint.parameters)[:3])
-        raise UsageError(
+        raise ImpossibleError(
             f"the parameters do not have megatron-core's names ({shown}, …)",
             hint="rename them with --names megatron, or with a table of your own: --names FILE",
         )
@@ -92,7 +92,7 @@ def _arguments(checkpoint: Checkpoint, model: ModelConfig, stored: Any) -> tuple
     model = model.over(_sizes_of_tensors(checkpoint))
     missing = [key for key in ("layers", "hidden", "heads", "ffn") if getattr(model, key) is None]
     if missing:
-        raise UsageError(
+        raise ImpossibleError(
             f"{checkpoint.root}: does not contain the model's {', '.join(missing)}, which a Megatron job's arguments"
             " need",
             hint="give the model's config.json with --model-config FILE",

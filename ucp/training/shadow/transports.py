@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
 import numpy as np
 
 from ucp import settings
-from ucp.errors import StorageError, UcpError, UsageError
+from ucp.errors import StorageError, UcpError, UsageError, missing_package
 from ucp.training.shadow.protocol import (
     TOKEN_VARIABLE,
     ByteChannel,
@@ -205,7 +205,7 @@ def _distributed() -> Any:
     try:
         import torch.distributed as dist
     except ImportError as error:
-        raise UsageError("gloo:// needs torch", hint="pip install torch, or use shadow://host:port") from error
+        raise missing_package(error, "gloo://", ", or use shadow://host:port") or error from None
     if not dist.is_available() or not dist.is_gloo_available():
         raise StorageError("this torch was built without gloo", hint="use shadow://host:port")
     return dist

@@ -13,7 +13,7 @@ from ucp.containers.inert import Inert, InertOrderedDict, Size
 from ucp.containers.pickle_writer import NewTensor, with_state
 from ucp.containers.torch_file_writer import ZeroContent, new_tensor
 from ucp.core.checkpoint import Parameter
-from ucp.errors import UsageError
+from ucp.errors import ImpossibleError
 from ucp.formats.deepspeed.step_files import expert_file_name, layer_file_name, parse_layer_name
 from ucp.formats.deepspeed.universal_info import DEFAULT_ORIGIN, has_tp_rules, rules_from_info
 from ucp.formats.deepspeed.write.optimizer_files import (
@@ -157,7 +157,7 @@ class ModelFiles:
         for parameter in layout.source.parameters.values():
             found = parse_layer_name(parameter.name)
             if found is None:
-                raise UsageError(
+                raise ImpossibleError(
                     f"parameter {parameter.name}: the names of a pipelined model must contain a layer number"
                 )
             for layer in [found.layer] if found.layer is not None else pipeline.layers_of(found.tied or ""):

@@ -13,7 +13,7 @@ from typing import Any
 
 from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Mesh, Parameter
 from ucp.core.dtypes import FLOAT32
-from ucp.errors import UsageError
+from ucp.errors import ImpossibleError, UsageError
 from ucp.formats.deepspeed.experts import experts_per_layer, group_expert_degree, split_expert_name
 from ucp.formats.deepspeed.step_files import parse_layer_name
 from ucp.formats.deepspeed.write.source_extras import SourceExtras
@@ -62,7 +62,7 @@ class TargetLayout:
         self._per_rank: dict[str, int] = {}
         for layer, count in counts.items():
             if count % self._degrees[layer]:
-                raise UsageError(f"{layer}: {count} experts do not divide over ep={self._degrees[layer]}")
+                raise ImpossibleError(f"{layer}: {count} experts do not divide over ep={self._degrees[layer]}")
             self._per_rank[layer] = count // self._degrees[layer]
         self._atoms: dict[tuple[str, str], Atom | None] = {}
         self.lost_padding: set[str] = set()  # vocabularies whose padding rows the source no longer has
@@ -229,19 +229,21 @@ def _check_mesh(source: Checkpoint, mesh: Mesh, has_experts: bool) -> None:
     if min(mesh.tp, mesh.pp, mesh.dp, mesh.ep) < 1 or not 0 <= mesh.zero <= 3:
         raise UsageError(f"invalid parallel layout: {mesh}")
     if mesh.zero >= 2 and mesh.pp > 1:
-        raise UsageError(
+        raise ImpossibleError(
             f"ZeRO-{mesh.zero} and pp={mesh.pp}: DeepSpeed runs pipelines with ZeRO 0 and 1 only", hint="use --zero 1"
         )
     if mesh.ep > 1 and not has_experts:
-        raise UsageError(f"ep={mesh.ep}, but the model has no experts", hint="leave --ep out")
+        raise ImpossibleError(f"ep={mesh.ep}, but the model has no experts", hint="leave --ep out")
     if mesh.dp % mesh.ep:
-        raise UsageError(f"ep={mesh.ep} does not divide dp={mesh.dp}: expert-parallel ranks are data-parallel ranks")
+        raise ImpossibleError(
+            f"ep={mesh.ep} does not divide dp={mesh.dp}: expert-parallel ranks are data-parallel ranks"
+        )
     if mesh.zero == 3 and has_experts:
-        raise UsageError(
+        raise ImpossibleError(
             "ZeRO-3 with the experts of DeepSpeed-MoE: no DeepSpeed release can save that", hint="use --zero 1 or 2"
         )
     if not source.parameters:
-        raise UsageError("the source has no parameters")
+        raise ImpossibleError("the source has no parameters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +293,7 @@ def assign_stages(
         return dict.fromkeys(source.parameters, (0,))
     pipeline = SourcePipeline.of(source)
     if pipeline is None:
-        raise UsageError(
+        raise ImpossibleError(
             f"pp={pp} needs a pipelined model, and the parameter names of this one have no layer numbers",
             hint="keep --pp 1; only checkpoints of a PipelineModule can be divided into stages",
         )
@@ -301,7 +303,9 @@ def assign_stages(
     for name in source.parameters:
         found = parse_layer_name(name)
         if found is None:
-            raise UsageError(f"parameter {name}: cannot be assigned to a stage, because its name has no layer number")
+            raise ImpossibleError(
+                f"parameter {name}: cannot be assigned to a stage, because its name has no layer number"
+            )
         if found.layer is not None:
             placed[name] = (stage_of[found.layer],)
         else:
@@ -315,7 +319,7 @@ def assign_stages(
 def _balanced_starts(source: Checkpoint, pipeline: SourcePipeline, pp: int) -> list[int]:
     """First layers of the stages by DeepSpeed's default, `partition_method="parameters"`."""
     if len(pipeline.layers) < pp:
-        raise UsageError(f"pp={pp}: the model has only {len(pipeline.layers)} layers")
+        raise ImpossibleError(f"pp={pp}: the model has only {len(pipeline.layers)} layers")
     count = max(pipeline.layers) + 1
     heads = [key for key in pipeline.tied if len(pipeline.layers_of(key)) == 1]  # uses without a file, at the end
     weights = [0] * (count + len(heads))

@@ -12,7 +12,7 @@ from ucp.containers.tree import with_tensors
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Checkpoint, Mesh, Note, Parameter, state_of_kind
 from ucp.core.dtypes import FLOAT32
 from ucp.core.target import Target
-from ucp.errors import UsageError
+from ucp.errors import ImpossibleError
 from ucp.formats.deepspeed import step_files
 from ucp.formats.deepspeed.write.model_files import ModelFiles
 from ucp.formats.deepspeed.write.optimizer_files import (
@@ -97,7 +97,7 @@ class UniversalWriter(FormatWriter):
             if "\0" in parameter.name or any(
                 p in ("", ".", "..") or p.endswith(step_files.STATE_SUFFIX) for p in parts
             ):
-                raise UsageError(
+                raise ImpossibleError(
                     f"parameter {parameter.name!r}: cannot be used as a folder name, as universal folders require"
                 )
             for kind, tree in self._states(parameter, scalars):
@@ -169,7 +169,7 @@ def _check_groups(source: Checkpoint) -> None:
         return
     unknown = any(note.id == "optimizer-unnamed" for note in source.notes)
     reason = "the states of the source's optimizer have no names" if unknown else "the source has no optimizer"
-    raise UsageError(
+    raise ImpossibleError(
         f"{reason}, and DeepSpeed loads universal folders by the optimizer's groups: it would silently load neither"
         f" {trained} nor any other parameter",
         hint="use --to deepspeed --zero 0, 1 or 2 and load with load_module_only=True; or --to safetensors",

@@ -13,7 +13,7 @@ from ucp.containers.tree import with_tensors
 from ucp.core.checkpoint import Checkpoint, Mesh, Note
 from ucp.core.dtypes import BFLOAT16
 from ucp.core.target import OutputFile, Target
-from ucp.errors import UsageError
+from ucp.errors import ImpossibleError
 from ucp.formats.deepspeed import step_files
 from ucp.formats.deepspeed.experts import experts_per_layer
 from ucp.formats.deepspeed.write.model_files import ModelFiles
@@ -50,13 +50,13 @@ class DeepSpeedWriter(FormatWriter):
         self.mesh = target_mesh(source, options)
         self.layout = TargetLayout(source, self.mesh, options)
         if self.layout.extras.stacked:
-            raise UsageError(
+            raise ImpossibleError(
                 f"{next(iter(self.layout.extras.stacked))} has the stacked experts of an AutoEP layer, and the"
                 " native files of AutoEP jobs cannot be written",
                 hint="use --to deepspeed-universal, which AutoEP jobs with any dp and ep load with load_universal",
             )
         if self.mesh.zero == 0 and is_bf16_optimizer(self.layout):
-            raise UsageError(
+            raise ImpossibleError(
                 "a bf16 pipeline with ZeRO off: DeepSpeed fails to load such checkpoints, its own included",
                 hint="use --zero 1",
             )
@@ -82,7 +82,7 @@ class DeepSpeedWriter(FormatWriter):
                 self.notes.append(Note("no-hyper-parameters", f"{text}; {then}"))
             return
         if self.mesh.zero == 3:
-            raise UsageError(
+            raise ImpossibleError(
                 "the source has no optimizer, and DeepSpeed stores the weights of ZeRO-3 in the optimizer files",
                 hint="use --zero 0, 1 or 2 and load with load_module_only=True; or --to safetensors",
             )

@@ -10,7 +10,7 @@ from typing import Any, Final
 from ucp.containers.inert import Inert
 from ucp.containers.pickle_writer import with_state
 from ucp.core.checkpoint import Checkpoint, Mesh, Note
-from ucp.errors import UsageError
+from ucp.errors import ImpossibleError, UsageError
 from ucp.formats.megatron.job_arguments import JobArguments
 from ucp.formats.megatron.job_extras import MegatronExtras
 from ucp.formats.megatron.mcore_modules import is_prediction
@@ -68,14 +68,16 @@ def target_job(source: Checkpoint, extras: MegatronExtras, options: WriteOptions
     pattern = MegatronExtras(like).arguments if like is not None else extras.arguments
     mesh, etp = _mesh(base, extras.arguments, options)
     if mesh.zero and extras.arguments.has_muon and source.groups:
-        raise UsageError("Megatron's distributed optimizer supports Adam, but not Muon", hint="use --optimizer plain")
+        raise ImpossibleError(
+            "Megatron's distributed optimizer supports Adam, but not Muon", hint="use --optimizer plain"
+        )
     experts = extras.arguments.number("num_experts", 0)
     if mesh.ep > 1 and not experts:
-        raise UsageError(f"ep={mesh.ep}, but the model has no experts", hint="leave --ep out")
+        raise ImpossibleError(f"ep={mesh.ep}, but the model has no experts", hint="leave --ep out")
     if not experts and (options.etp is not None or options.experts is not None):
-        raise UsageError("the model has no experts", hint="leave --etp and --experts out")
+        raise ImpossibleError("the model has no experts", hint="leave --etp and --experts out")
     if experts % mesh.ep:
-        raise UsageError(f"{experts} experts do not divide over ep={mesh.ep}")
+        raise ImpossibleError(f"{experts} experts do not divide over ep={mesh.ep}")
     notes: list[Note] = []
     if bool(mesh.zero) != bool(source.mesh.zero) and source.groups:
         kind, how = ("distributed", "with") if mesh.zero else ("plain", "without")
@@ -94,7 +96,7 @@ def target_job(source: Checkpoint, extras: MegatronExtras, options: WriteOptions
     counted = layers + sum(arguments.flag(name) for name in _COUNTED_AS_LAYERS)
     is_assigned = fields.get(_LAYOUT) is not None or any(arguments.number(name, 0) for name in _UNEVEN)
     if not is_assigned and counted % (arguments.pp * arguments.vpp):
-        raise UsageError(
+        raise ImpossibleError(
             f"{layers} layers do not divide over {mesh.pp} stages of {arguments.vpp} chunks",
             hint="choose another --pp, or give the first layer of every stage",
         )
@@ -135,11 +137,11 @@ def _mesh(base: Mesh, stored: JobArguments, options: WriteOptions) -> tuple[Mesh
     tp, pp, ep = choose(options.tp, base.tp), choose(options.pp, base.pp), choose(options.ep, base.ep)
     etp = choose(options.etp, tp if stored.etp == stored.tp else stored.etp)
     if min(tp, pp, ep, etp) < 1 or tp % etp:
-        raise UsageError(f"experts are split over etp={etp} ranks, which does not divide tp={tp}")
+        raise ImpossibleError(f"experts are split over etp={etp} ranks, which does not divide tp={tp}")
     copies = etp * ep // gcd(tp, etp * ep)  # the ranks of a stage must be a multiple of etp × ep
     dp = options.dp if options.dp is not None else -(-base.dp // copies) * copies
     if dp < 1 or dp % copies:
-        raise UsageError(
+        raise ImpossibleError(
             f"ep={ep} × etp={etp} does not divide tp={tp} × dp={dp}: expert-parallel ranks are data-parallel ranks",
             hint=f"choose a --dp that {copies} divides",
         )
@@ -209,7 +211,9 @@ def _assign_layers(
     elif chunks > 1:
         fields["num_layers_per_virtual_pipeline_stage"] = layers // (mesh.pp * chunks)
     if chunks > 1 and mesh.pp == 1:
-        raise UsageError(f"vpp={chunks} with pp=1: only pipeline stages have several model chunks", hint="add --pp")
+        raise ImpossibleError(
+            f"vpp={chunks} with pp=1: only pipeline stages have several model chunks", hint="add --pp"
+        )
     if chunks > 1:
         fields["virtual_pipeline_model_parallel_size"] = chunks
 
@@ -221,7 +225,7 @@ def _pipeline_layout(first_layers: tuple[int, ...], stored: JobArguments, pp: in
     counts = [stop - start for start, stop in zip(first_layers, stops, strict=True)]
     if len(first_layers) != pp * chunks or first_layers[:1] != (0,) or min(counts) < 0:
         of = f"pp={pp}" if chunks == 1 else f"pp={pp} × vpp={chunks}"
-        raise UsageError(
+        raise ImpossibleError(
             f"stages that start at layers {list(first_layers)} do not assign {layers} layers to {of}",
             hint="give the first layer of every stage, or of every model chunk of every stage, starting with 0",
         )

@@ -14,7 +14,7 @@ from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Parameter
 from ucp.core.dtypes import FLOAT32, DType, parse_dtype
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule, resolve
-from ucp.errors import UsageError, first_few
+from ucp.errors import ImpossibleError, first_few
 from ucp.formats.megatron import mcore_modules as mcore
 from ucp.formats.megatron.job_arguments import JobArguments
 from ucp.formats.megatron.rank_layout import GlobalParam, ModuleRank, ModuleTensor, module_tensors
@@ -258,19 +258,19 @@ class TargetModel:
         source, arguments = self.source, self.job.arguments
         strange = [name for name in source.parameters if not _DECODER.match(name)]
         if strange:
-            raise UsageError(
+            raise ImpossibleError(
                 f"{first_few(strange, 5)}: not parameters of a megatron-core decoder",
                 hint="leave them out with --exclude, or map the names with --names FILE",
             )
         depths = {name.split(".")[2] for name in source.parameters if mcore.is_prediction(name)}
         if depths != {str(depth) for depth in range(arguments.prediction_layers)}:
-            raise UsageError(
+            raise ImpossibleError(
                 f"the job has {arguments.prediction_layers} layers of multi-token prediction (mtp_num_layers), but the"
                 f" source has parameters of {len(depths)}",
                 hint="leave --include and --exclude out, or set mtp_num_layers with --model-config",
             )
         if not source.parameters:
-            raise UsageError(f"{source.root}: has no parameters to write")
+            raise ImpossibleError(f"{source.root}: has no parameters to write")
         if arguments.tp > 1:
             unknown = [p.name for p in source.parameters.values() if _has_no_rule(p) and self._core_rule(p) is None]
             if unknown:

@@ -13,7 +13,7 @@ from ucp.containers.torch_file_writer import RegionContent, ZeroContent, new_ten
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Atom, Checkpoint, ParamGroup
 from ucp.core.dtypes import FLOAT32, DType, scalar_value
 from ucp.core.region import Region
-from ucp.errors import UsageError
+from ucp.errors import ImpossibleError
 from ucp.formats.megatron.job_arguments import JobArguments
 from ucp.formats.megatron.mcore_modules import is_expert
 from ucp.formats.megatron.optimizer_groups import LayerWiseGroup, is_muon_group, layer_wise_members
@@ -307,7 +307,7 @@ class TargetBuffers:
         """Return one state of a tensor; the optimizer keeps all of them in single precision."""
         contents = self._model.contents(tensor, DISTRIBUTED_STATES[state])
         if contents is None:
-            raise UsageError(
+            raise ImpossibleError(
                 f"{tensor.packed_params[0].name} has no '{state}': the distributed optimizer keeps Adam's states of"
                 " every parameter",
                 hint="use --optimizer plain",

@@ -21,7 +21,7 @@ from ucp.core.dtypes import FLOAT32, DType
 from ucp.core.region import Region
 from ucp.core.rules import slice_pieces
 from ucp.core.target import Target
-from ucp.errors import UsageError
+from ucp.errors import ImpossibleError
 from ucp.formats.megatron.folder import COMMON, INDEX, METADATA
 from ucp.formats.megatron.job_arguments import JobArguments
 from ucp.formats.megatron.job_extras import OUTPUT_EXTRA, extra_states
@@ -107,7 +107,7 @@ class TorchDistWriter(MegatronLayoutWriter):
                     self._add(tensors, name, kind, prefix)
         for key, tensor in tensors.items():
             if tensor.params != tensor.capacity:
-                raise UsageError(
+                raise ImpossibleError(
                     f"{key}: only {tensor.params} of the {tensor.capacity} parameters that megatron-core stacks in it"
                     " are there",
                     hint="leave --include and --exclude out: layers and experts are written together",
@@ -139,7 +139,7 @@ class TorchDistWriter(MegatronLayoutWriter):
             )
             tensor.params += 1
             if tensor.shape != shape or tensor.dtype != atom.dtype:
-                raise UsageError(
+                raise ImpossibleError(
                     f"parameter {name} is {atom.dtype} {list(param.shape)}, others of its kind are {tensor.dtype}"
                     f" {list(tensor.shape[len(position.lengths) :])}: megatron-core only stacks layers of equal shapes"
                 )
