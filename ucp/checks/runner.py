@@ -88,7 +88,7 @@ def _report_checks(
             items += import_module(f"ucp.checks.{module}").run_check(context)
         for note in checkpoint.notes:
             check = "slice-mappings" if note.id.startswith("slice-mappings") else "notes"
-            items.append(Finding(check, "note", note.text))
+            items.append(Finding(check, "warning" if note.id == "newer-step" else "note", note.text))
         _run_items(report, items, jobs, progress, context if processes else None)
 
 

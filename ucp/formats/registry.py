@@ -463,6 +463,12 @@ def stray_file(file: str, reason: str) -> Finding:
     return Finding("grid", "warning", f"{file}: {reason}", file, hint=hint)
 
 
+def newer_steps_note(step: Path, newer: Sequence[Path]) -> Note:
+    """What a reader notes if the pointer to the newest step names an older one."""
+    names = first_few([path.name for path in newer])
+    return Note("newer-step", f"{step.name} was read, as the save folder names it, but {names} is newer")
+
+
 def missing_sidecar(checkpoint: Checkpoint, name: str, content: str, consequence: str) -> Finding:
     """The finding for a missing file that holds no parameters."""
     return Finding(

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Final
 
 from ucp import settings
 from ucp.core.checkpoint import COMPUTED, ComputedFiles
-from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, UnsafeError, storage_errors
+from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError, UnsafeError, storage_errors
 from ucp.storage.storage import FolderEntry, storage_of
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG: Final = 1
 _NOBODY: Final = 65534
+_MAX_POINTER_BYTES: Final = 4096
 _MAX_VECTORS: Final = 1024  # buffers per `preadv` (IOV_MAX of Linux)
 
 
@@ -297,6 +298,37 @@ def open_binary(path: Path) -> IO[bytes]:
     if storage_of(path).is_remote:
         return path.open("rb", buffering=0)
     return open(path, "rb", buffering=0, opener=open_regular)
+
+
+def read_pointer(path: Path) -> str | None:
+    """The content of a file that names the newest step, such as `latest`; None if there is none.
+
+    Everything but a name, and a newline after it, is an error: a crash may have left an empty file, or zeros.
+    """
+    if not (path.exists() or path.is_symlink()):
+        return None
+    try:
+        with open_binary(path) as file:
+            data = file.read(_MAX_POINTER_BYTES)
+    except OSError as error:
+        problem = error.strerror or "cannot be read"
+    else:
+        text = data.decode("utf-8", "replace").removesuffix("\n")
+        if text and text == text.strip() and text.isprintable() and len(data) < _MAX_POINTER_BYTES:
+            return text
+        problem = f"contains {data[:40]!r}" if data else "is empty"
+    raise InconsistentError(
+        f"{path}: should name a step, but {problem}", hint="choose a step with --tag, or write its name into the file"
+    )
+
+
+def newer_steps(step: Path) -> list[Path]:
+    """Folders next to a step folder whose names have a larger number after the same word."""
+    word = step.name.rstrip("0123456789")
+    number = step.name[len(word) :]
+    others = [path for path in step.parent.iterdir() if path.name.startswith(word)] if number else []
+    numbers = {path: path.name[len(word) :] for path in others}
+    return sorted(path for path, other in numbers.items() if other.isdecimal() and int(other) > int(number))
 
 
 def read_at(fd: int, offset: int, size: int) -> bytes:

@@ -55,7 +55,9 @@ def test_latest_cannot_leave_the_folder(tmp_path: Path) -> None:
     inner = tmp_path / "inner"
     step(inner / "global_step1")
     (inner / "latest").write_text("../outside")
-    assert find(inner, None).step == inner / "global_step1"
+    with pytest.raises(InconsistentError, match="is not a DeepSpeed checkpoint"):
+        find(inner, None)
+    assert find(inner, "global_step1").step == inner / "global_step1"
 
 
 def test_a_tag_may_be_a_path(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Final
 
 from ucp.errors import InconsistentError, NotUnderstoodError, UsageError, storage_errors
 from ucp.formats.deepspeed import step_files
+from ucp.storage.local import read_pointer
 from ucp.storage.paths import scan_folder
 
 # Levels to search below the given path: Lightning keeps version_0/checkpoints/x.ckpt/checkpoint.
@@ -79,9 +80,10 @@ def _find(path: Path, tag: str | None) -> StepFolder:
             known = ", ".join(str(step.relative_to(path)) for step in steps) or "none"
             raise UsageError(f"{path}: no checkpoint with the tag {tag!r}", hint=f"checkpoints here: {known}")
         return _single_step(path, same)
-    named = _latest_tag(path)
+    named = read_pointer(path / "latest")
     if named is not None:
-        if not is_existing_step_folder(path / named):
+        named = named.rstrip("/")  # DeepSpeed joins it to a path
+        if not _is_relative_tag(named) or not is_existing_step_folder(path / named):
             tags = sorted(child.name for child in path.iterdir() if child.is_dir() and is_step_folder(child))
             raise InconsistentError(
                 f"{path / 'latest'} names {named!r}, but {path / named} is not a DeepSpeed checkpoint",
@@ -117,14 +119,12 @@ def detect_wrapper(root: Path) -> str | None:
 
 
 def _latest_tag(path: Path) -> str | None:
-    text = _read_latest(path / "latest").rstrip("/")  # DeepSpeed joins it to a path
+    """The tag in `latest`; None if there is none, or if it is not one, which `find` reports."""
+    try:
+        text = (read_pointer(path / "latest") or "").rstrip("/")
+    except InconsistentError:
+        return None
     return text if _is_relative_tag(text) else None
-
-
-def _read_latest(latest: Path) -> str:
-    if not latest.is_file() or latest.stat().st_size > 4096:
-        return ""
-    return latest.read_bytes().decode("utf-8", "replace").strip()
 
 
 def _is_relative_tag(tag: str) -> bool:
@@ -208,8 +208,8 @@ def _is_universal(path: Path) -> bool:
 
 
 def _latest_universal_tag(path: Path) -> str | None:
-    text = _read_latest(path / step_files.LATEST_UNIVERSAL)
-    return text if "/" not in text and _is_relative_tag(text) else None
+    text = read_pointer(path / step_files.LATEST_UNIVERSAL)
+    return text if text is not None and "/" not in text and _is_relative_tag(text) else None
 
 
 def find_universal(path: Path, tag: str | None) -> Path:

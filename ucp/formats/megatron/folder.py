@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, UsageError, storage_errors
-from ucp.storage.local import open_binary
+from ucp.storage.local import read_pointer
 
 MegatronLayout = Literal["torch", "torch_dist", "torch_dcp", "zarr"]
 
@@ -24,7 +24,6 @@ OPTIMIZER_MISSING: Final = "optimizer-missing"  # id of the note on rank files w
 RANK_FOLDER: Final = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _ITERATION: Final = re.compile(r"iter_(\d{7,})")
 _GROUPS: Final = b"param_groups.0.wd_mult"  # in a key of a state dict that was saved unchanged
-_LARGEST_TRACKER: Final = 64
 _LARGEST_METADATA: Final = 1 << 20
 
 
@@ -43,9 +42,12 @@ class MegatronFolder:
 
 def recognises(path: Path) -> bool:
     """Whether `path` is an iteration folder of Megatron, in any layout, or a folder with one or with a tracker file."""
-    if find(path, None) is not None:
-        return True
-    name = tracked_folder(path) if (path / TRACKER).is_file() else None
+    try:
+        if find(path, None) is not None:
+            return True
+        name = tracked_folder(path)
+    except InconsistentError:
+        return True  # `must_find` reports the tracker file, unless the user chooses an iteration
     return name is not None and not (path / name).exists()
 
 
@@ -62,9 +64,9 @@ def find(path: Path, tag: str | None) -> MegatronFolder | None:
     at_path = _folder_at(path)
     if at_path is not None:
         return at_path
-    if (path / TRACKER).is_file():
-        name = tracked_folder(path)
-        return _folder_at(path / name) if name is not None else None
+    name = tracked_folder(path)
+    if name is not None:
+        return _folder_at(path / name)
     saves = sorted(
         ((int(match[1]), child) for child in path.glob("iter_*") if (match := _ITERATION.fullmatch(child.name))),
         reverse=True,
@@ -80,7 +82,7 @@ def must_find(path: Path, tag: str | None) -> MegatronFolder:
         return folder
     if tag is not None:
         raise UsageError(f"{path}: has no checkpoint {tag!r}", hint="`--tag` names an iteration, as 2 or iter_0000002")
-    name = tracked_folder(path) if (path / TRACKER).is_file() else None
+    name = tracked_folder(path)
     if name is not None:
         raise InconsistentError(
             f"{path}: {TRACKER} names {name}, but no complete checkpoint is there",
@@ -90,12 +92,16 @@ def must_find(path: Path, tag: str | None) -> MegatronFolder:
 
 
 def tracked_folder(path: Path) -> str | None:
-    """Return the folder named by the tracker file: `iter_0000002` or `release`; None if it has other contents."""
-    with storage_errors(path / TRACKER), open_binary(path / TRACKER) as file:
-        word = file.read(_LARGEST_TRACKER).decode("ascii", "replace").strip()
-    if word == "release":
+    """Return the folder named by the tracker file: `iter_0000002` or `release`; None if there is no such file."""
+    word = read_pointer(path / TRACKER)
+    if word is None or word == "release":
         return word
-    return f"iter_{int(word):07d}" if word.isdecimal() else None
+    if not word.isdecimal() or not word.isascii():
+        raise InconsistentError(
+            f"{path / TRACKER}: should have the number of an iteration, but contains {word!r}",
+            hint="choose an iteration with --tag, or write its number into the file",
+        )
+    return f"iter_{int(word):07d}"
 
 
 def _folder_at(path: Path) -> MegatronFolder | None:

@@ -49,10 +49,10 @@ from ucp.formats.deepspeed.step_files import (
     optimizer_file_name,
     sharded_model_file_name,
 )
-from ucp.formats.registry import ReadOptions
+from ucp.formats.registry import ReadOptions, newer_steps_note
 from ucp.formats.sharded.lost_files import LostFiles, SurvivingFiles, nearest
 from ucp.formats.sharded.shard_table import Problems, RankCoord
-from ucp.storage.local import SourceFiles
+from ucp.storage.local import SourceFiles, newer_steps
 from ucp.storage.paths import scan_folder
 
 _Value = TypeVar("_Value")
@@ -81,6 +81,9 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     with SurvivingFiles(place.root, lost) if lost is not None else SourceFiles(place.root) as source, _gc_paused():
         problems = Problems(str(place.step))
         context = ReadContext(place.prefix, RankFiles(place.root), source, problems, DeepSpeedShardTable(problems))
+        if options.tag is None and place.root != place.step:
+            newer = [step for step in newer_steps(place.step) if folder.is_existing_step_folder(step)]
+            context.notes += [newer_steps_note(place.step, newer)] if newer else []
         if lost is not None:
             _drop_unreadable(context, files, lost)
         files = without_stale_model_files(files, context.files, context.prefix)

@@ -8,13 +8,13 @@ from typing import Any
 from ucp.containers.tree import with_atoms
 from ucp.core.checkpoint import STEP, Atom, Checkpoint, Extras, Mesh, Note, Parameter, ParamGroup
 from ucp.errors import InconsistentError, storage_errors
-from ucp.formats.megatron.folder import METADATA, TRACKER, MegatronFolder, must_find
+from ucp.formats.megatron.folder import METADATA, TRACKER, MegatronFolder, find, must_find
 from ucp.formats.megatron.job_arguments import JobArguments
 from ucp.formats.megatron.job_extras import without_states
 from ucp.formats.megatron.mcore_modules import order_key
-from ucp.formats.registry import ReadOptions
+from ucp.formats.registry import ReadOptions, newer_steps_note
 from ucp.formats.sharded.lost_files import LostFiles, SurvivingFiles
-from ucp.storage.local import SourceFiles
+from ucp.storage.local import SourceFiles, newer_steps
 from ucp.storage.paths import list_files
 
 
@@ -31,6 +31,10 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
         checkpoint.notes.append(
             Note("step-folder", f"read {folder.root.name}, the newest complete save in {path} (no {TRACKER})")
         )
+    if folder.root.parent == path and options.tag is None:
+        newer = [step for step in newer_steps(folder.root) if (found := find(step, None)) and found.is_finished]
+        if newer:
+            checkpoint.notes.append(newer_steps_note(folder.root, newer))
     return checkpoint
 
 
