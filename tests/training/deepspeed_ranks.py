@@ -1,4 +1,4 @@
-"""What the ranks of the tests' worlds do. Every function runs on all ranks; what it returns is JSON."""
+"""Functions that tests run on all ranks of a DeepSpeed job. They return JSON values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def spec_of(fields: dict[str, Any]) -> Spec:
 def train_and_save(
     out: Path, rank: int, *, spec: dict[str, Any], steps: int, saved: str | None, more: int = 0
 ) -> dict[str, Any]:
-    """Train, save natively, write the state down, train on without a break."""
+    """Train, save natively, write the reference state, and continue training."""
     made = spec_of(spec)
     engine, place = build(made, dist.get_world_size(), rank, universal=False)
     losses = train(engine, made, place, steps)
@@ -50,7 +50,7 @@ def load(
     reverse_groups: bool = False,
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Build an engine (and use it for some steps), load into it, write the state down, train on."""
+    """Build an engine (and use it for some steps), load into it, write the reference state, and continue training."""
     made = spec_of(spec)
     if reverse_groups:
         grouped = gpt.parameter_groups
@@ -60,7 +60,7 @@ def load(
     settings.GATHER_BYTES = 1000  # so that ranks gather in many slices
     report = ucp.load_into(path, engine, **(options or {}))
     write_state(engine, out / "loaded", rank)
-    result = {"rank": rank, **place, "loaded": counters(engine), "report": told(report)}
+    result = {"rank": rank, **place, "loaded": counters(engine), "report": report_json(report)}
     if steps:
         result["losses"] = train(engine, made, place, steps)
         write_state(engine, out / "resumed", rank)
@@ -68,14 +68,14 @@ def load(
 
 
 def resume(out: Path, rank: int, *, spec: dict[str, Any], steps: int, more: int, used: int = 0) -> dict[str, Any]:
-    """Both halves in one world: train, save, train on; then the same from the saved files in another engine."""
+    """Train, save, and continue; then the same from the saved files in another engine of the same processes."""
     first = train_and_save(out, rank, spec=spec, steps=steps, saved=str(out / "saved"), more=more)
     second = load(out, rank, spec={**spec, "seed": 5}, path=str(out / "saved"), steps=more, used=used)
     return {"first": first, "second": second}
 
 
 def begin_again(out: Path, rank: int, *, spec: dict[str, Any]) -> dict[str, Any]:
-    """Save before the first step, train, load that: losses of both times, and what DeepSpeed sees of the moments."""
+    """Save before the first step, train, load: the losses of both runs, and the moments that DeepSpeed sees."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     made = spec_of(spec)
@@ -100,9 +100,9 @@ def native(out: Path, rank: int, *, spec: dict[str, Any], path: str) -> dict[str
 def load_fails(
     _: Path, rank: int, *, spec: dict[str, Any], path: str, elsewhere: str | None = None, halfway: bool = False
 ) -> dict[str, Any]:
-    """Load what does not fit: the error on this rank, and is the engine as it was? Rank 1 may look elsewhere.
+    """Load a checkpoint that does not fit: the error on this rank, and whether the engine is unchanged.
 
-    With `halfway`, the engine has taken one micro-step of a step.
+    Rank 1 may load another path. With `halfway`, the engine has taken one micro-step of a step.
     """
     made = spec_of(spec)
     engine, _ = build(made, dist.get_world_size(), rank, universal=False)
@@ -123,7 +123,7 @@ def load_fails(
 def save_atoms(
     out: Path, rank: int, *, spec: dict[str, Any], steps: int, atoms: str, asynchronous: bool = False, more: int = 0
 ) -> dict[str, Any]:
-    """Train, save natively and as atoms, write the state down; with `asynchronous`, train on while it is written."""
+    """Train, save natively and as atoms, write the reference state; with `asynchronous`, train while it is written."""
     made = spec_of(spec)
     engine, place = build(made, dist.get_world_size(), rank, universal=False)
     train(engine, made, place, steps)
@@ -141,7 +141,7 @@ def save_atoms(
 def save_fails(
     _: Path, rank: int, *, spec: dict[str, Any], path: str, client_state: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Save where or what cannot be saved: the error on this rank. Rank 1 alone adds what is not plain data."""
+    """Save to an invalid path, or unsupported data: the error on this rank. Only rank 1 adds data that is not plain."""
     made = spec_of(spec)
     engine, place = build(made, dist.get_world_size(), rank, universal=False)
     train(engine, made, place, 1)
@@ -153,7 +153,7 @@ def save_fails(
 
 
 def fused(out: Path, rank: int, *, spec: dict[str, Any], steps: int, more: int) -> dict[str, Any]:
-    """ZeRO off with the optimizer class that DeepSpeed takes for fused optimizers, which need a GPU otherwise."""
+    """ZeRO-0 with the class that DeepSpeed uses for fused optimizers, which otherwise need a GPU."""
     import deepspeed.runtime.engine
 
     deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW
@@ -170,13 +170,13 @@ def fused(out: Path, rank: int, *, spec: dict[str, Any], steps: int, more: int) 
         "class": kind,
         "losses_after": first,
         "losses": train(engine, made, place, more),
-        "report": told(report),
+        "report": report_json(report),
         "scale": scale,
     }
 
 
 def random_numbers(_: Path, rank: int, *, spec: dict[str, Any], path: str, save: bool) -> dict[str, Any]:
-    """Numbers that this rank's generators give right after saving, or after loading."""
+    """Numbers from the generators of this rank right after saving, or after loading."""
     import random
 
     import numpy as np
@@ -196,7 +196,7 @@ def random_numbers(_: Path, rank: int, *, spec: dict[str, Any], path: str, save:
     return {"numbers": numbers, "left": left}
 
 
-def told(report: ucp.LoadReport) -> dict[str, Any]:
+def report_json(report: ucp.LoadReport) -> dict[str, Any]:
     """A report as JSON; values of the client state that JSON lacks as text."""
     fields = asdict(report)
     fields["client_state"] = {

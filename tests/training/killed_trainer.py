@@ -1,7 +1,7 @@
 """Kills trainers: `python -m tests.training.killed_trainer FOLDER TIMES`.
 
-Forks a process that trains under `ucp.record` and says through a pipe which step is durable, kills it (SIGKILL) after a
-random time, and compares every gradient that is left with those of a training that nobody killed.
+Forks a process that trains under `ucp.record` and reports durable steps through a pipe, kills it (SIGKILL) after a
+random time, and compares every gradient that is left with those of a training that was not killed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def train_step(model: Any, optimizer: Any, step: int) -> None:
 
 
 def gradients() -> list[list[bytes]]:
-    """What every step must have, from a training without recorder."""
+    """The expected gradients of every step, from a training without recorder."""
     model, optimizer = job()
     found: list[list[bytes]] = []
     optimizer.register_step_pre_hook(lambda *_: found.append([p.grad.numpy().tobytes() for p in model.parameters()]))
@@ -54,15 +54,14 @@ def train_until_killed(run: Path, pipe: int) -> None:
     recorder = ucp.record(run, model, optimizer, slots=4, base_every=50, keep_bases=None)
     for step in range(STEPS):
         train_step(model, optimizer, step)
-        told = recorder.durable_step
-        os.write(pipe, struct.pack("<qq", told, step + 1))
+        os.write(pipe, struct.pack("<qq", recorder.durable_step, step + 1))
     time.sleep(60)
 
 
 def kill_one(run: Path, steps: int, after: float, expected: list[list[bytes]]) -> tuple[int, int, int]:
-    """(step that can be recovered, last step that was said to be durable, last step that was trained).
+    """(recoverable step, last step reported as durable, last trained step).
 
-    It is killed when it has told of so many steps, and some seconds later.
+    It is killed some seconds after it has reported a number of steps.
     """
     reading, writing = os.pipe()
     pid = os.fork()
@@ -72,15 +71,15 @@ def kill_one(run: Path, steps: int, after: float, expected: list[list[bytes]]) -
         finally:
             os._exit(1)
     os.close(writing)
-    told = b""
-    while len(told) < 16 * steps and (data := os.read(reading, 1 << 16)):
-        told += data
+    reported = b""
+    while len(reported) < 16 * steps and (data := os.read(reading, 1 << 16)):
+        reported += data
     time.sleep(after)
     os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status), "the trainer failed before it was killed"
     while data := os.read(reading, 1 << 16):
-        told += data
+        reported += data
     os.close(reading)
     with Log.open(run) as log:
         [stream] = log.epochs[0].streams.values()
@@ -90,7 +89,7 @@ def kill_one(run: Path, steps: int, after: float, expected: list[list[bytes]]) -
                 assert stored is not None
                 assert stored.float32().tobytes() == expected[step - 1][block.tensor], f"step {step}"
         assert usable_bases(log), "there is always a base to start from"
-        durable, trained = struct.unpack("<qq", told[-16:])
+        durable, trained = struct.unpack("<qq", reported[-16:])
         recovered = log.recoverable_step
     shutil.rmtree(run)
     return recovered, durable, trained

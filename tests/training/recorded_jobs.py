@@ -1,4 +1,4 @@
-"""Small jobs to record, and what their logs contain."""
+"""Small jobs to record, and the contents of their logs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 
 class TiedNet(torch.nn.Module):
-    """Odd sizes, a tied weight, a parameter that has a gradient only now and then, a frozen one, a buffer."""
+    """Odd sizes, a tied weight, a parameter that has a gradient in some steps only, a frozen one, a buffer."""
 
     def __init__(self, *, buffer: bool = True) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def optimizers() -> dict[str, tuple[Callable[[Any], Any], str]]:
 
 
 class Trained:
-    """A job that is trained under a recorder, and what its optimizer was given in each step."""
+    """A job with a recorder, and the gradients that its optimizer got in each step."""
 
     def __init__(self, run: Path, make: Callable[[Any], Any], **options: Any) -> None:
         self.model = TiedNet()
@@ -71,7 +71,7 @@ class Trained:
 
 
 def logged(run: Path) -> list[dict[str, bytes]]:
-    """Step by step, the gradients of a log, by name."""
+    """Step → the gradients of a log by name."""
     with Log.open(run, "strict") as log:
         found = []
         for span in log.spans():

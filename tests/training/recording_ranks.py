@@ -1,4 +1,4 @@
-"""What ranks do in tests of `ucp.record`: train, record, and write down what the optimizer was really given."""
+"""Functions for the ranks of tests of `ucp.record`: train, record, and save the gradients that the optimizer got."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ucp.training.adapters import describe_job
 
 
 class Witness:
-    """Writes down, independently of the recorder, every tensor that the inner optimizer steps, and its states."""
+    """Saves, independently of the recorder, every tensor that the inner optimizer updates, and its states."""
 
     def __init__(self, model: Any, optimizer: Any = None) -> None:
         self.job = describe_job(model, optimizer)
@@ -104,7 +104,7 @@ def double(live: Any) -> None:
 
 
 def spoil(live: Any) -> None:
-    """Make the next backward pass give something that is not a number, once."""
+    """Make the next backward pass produce NaN, once."""
     p = next(p for p in live.module.parameters() if p.requires_grad)
 
     def poison(gradient: torch.Tensor) -> torch.Tensor:
@@ -155,7 +155,7 @@ def topk(
 
 
 def failing(out: Path, rank: int, *, at: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Train a DDP job under a recorder that stops on an error, which the last rank has after step `at`."""
+    """Train a DDP job with a recorder that stops on an error, which the last rank gets after step `at`."""
     torch.manual_seed(1)
     net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)

@@ -48,7 +48,7 @@ OPTIMIZERS = {
 
 
 def held(net: Any, optimizer: Any) -> dict[tuple[str, str], Any]:
-    """Everything that the job holds, copied with the world standing still."""
+    """Copies of all states of the job."""
     state = {(name, "weight"): value.detach().clone() for name, value in net.state_dict().items()}
     for name, p in net.named_parameters():
         for kind, value in optimizer.state.get(p, {}).items():
@@ -58,7 +58,7 @@ def held(net: Any, optimizer: Any) -> dict[tuple[str, str], Any]:
 
 
 def wrong(path: Path, wanted: dict[tuple[str, str], Any], **options: Any) -> list[tuple[str, str]]:
-    """Which atoms of a snapshot are not what was held."""
+    """The atoms of a snapshot that differ from `wanted`."""
     opened = ucp.open(path, **options)
     bad = [
         key

@@ -1,4 +1,4 @@
-"""What ranks do in tests of `ucp.snapshot`: train under random schedules, and write down what every step held."""
+"""Functions for the ranks of tests of `ucp.snapshot`: train under random schedules, and save every state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ucp.training.snapshots.background_copy import Throttle
 
 
 class Gate(Throttle):
-    """A link that lets one chunk through, and the next ones when it is opened."""
+    """A link that copies one chunk, and further ones when it is opened."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -32,7 +32,7 @@ class Gate(Throttle):
 
 
 def run(out: Path, rank: int, *, spec: dict[str, Any], kind: str, steps: int, store: bool = False) -> dict[str, Any]:
-    """Snapshots after random steps; ranks nap and copy at rates of their own. `kind`: `engine`, `ddp`, `fsdp`.
+    """Snapshots after random steps; ranks sleep and copy at different rates. `kind`: `engine`, `ddp`, `fsdp`.
 
     The copier of the last one hangs after its first chunk, so that the trainer has to copy.
     """
@@ -82,7 +82,7 @@ def run(out: Path, rank: int, *, spec: dict[str, Any], kind: str, steps: int, st
 
 
 def watch(copier: Any, guarded: list[int]) -> None:
-    """Note which items the guard copies; those of other updates it must leave alone."""
+    """Record which items the guard copies; it must not copy those of other updates."""
     original = copier.guard
 
     def guard(keys: frozenset[int]) -> None:
@@ -97,7 +97,7 @@ def watch(copier: Any, guarded: list[int]) -> None:
 
 
 def spread(out: Path, rank: int, *, spec: dict[str, Any], kind: str, rounds: int) -> dict[str, Any]:
-    """Snapshots of 2 to 4 parts beside a recorder, each part at rates of its own; the state of every last step."""
+    """Snapshots of 2 to 4 parts next to a recorder, each at different rates; saves the state of every last step."""
     settings.SNAPSHOT_SMALL_BYTES = 0
     made = spec_of(spec)
     chance, common = random.Random(rank), random.Random(78)

@@ -19,7 +19,7 @@ State = dict[str, Any]
 
 
 class NormedNet(TiedNet):
-    """With a batch norm, whose buffers change with every forward pass, and a buffer that is replaced now and then."""
+    """With a batch norm, whose buffers change with every forward pass, and a buffer that is replaced sometimes."""
 
     def __init__(self) -> None:
         super().__init__(buffer=False)
@@ -32,7 +32,7 @@ class NormedNet(TiedNet):
 
 
 class StateJob:
-    """A job that keeps every state that it had."""
+    """A job that keeps the state after every step."""
 
     def __init__(self, run: Path, make: Callable[[Any], Any], *, model: Any = None, **options: Any) -> None:
         self.model = TiedNet() if model is None else model

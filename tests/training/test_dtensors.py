@@ -1,4 +1,4 @@
-"""Boxes of DTensors: they tile the whole, and are those that torch cuts."""
+"""Boxes of DTensors: they tile the tensor, and equal the shards of torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ucp.training.adapters import box_of
 
 
 class Shard:
-    """Stands for torch's placement of the same name: the code looks at names and fields only."""
+    """Replaces torch's placement of the same name: the code uses names and fields only."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -38,14 +38,14 @@ class Partial:
 
 
 def chunks(values: np.ndarray[Any, Any], dim: int, count: int) -> list[np.ndarray[Any, Any]]:
-    """As `torch.chunk`, with empty ones at the end."""
+    """Like `torch.chunk`, with empty chunks at the end."""
     size = -(-values.shape[dim] // count)
     edges = [min(i * size, values.shape[dim]) for i in range(count + 1)]
     return [values.take(range(a, b), axis=dim) for a, b in pairwise(edges)]
 
 
 @given(data=st.data())
-def test_shards_are_torchs_chunks_and_tile_the_whole(data: st.DataObject) -> None:
+def test_shards_equal_torch_chunk_and_tile_the_tensor(data: st.DataObject) -> None:
     shape: Shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     dims = [data.draw(st.sampled_from([None, *range(len(shape))])) for _ in mesh]
@@ -63,8 +63,8 @@ def test_shards_are_torchs_chunks_and_tile_the_whole(data: st.DataObject) -> Non
     assert list(coverage(shape, [box for box in boxes.values() if box.numel])) == []
 
 
-def test_fsdp_over_tensor_parallelism_is_cut_last() -> None:
-    """Tensor parallelism has cut rows first, FSDP cuts each of its slices: mesh (dp 2, tp 3)."""
+def test_fsdp_splits_after_tensor_parallelism() -> None:
+    """Tensor parallelism splits rows first, then FSDP splits each slice: mesh (dp 2, tp 3)."""
     placements = [_StridedShard(0, split_factor=3), Shard(0)]
     rows = [box_of((12, 2), placements, (2, 3), place) for place in product(range(2), range(3))]
     assert [(box.start[0], box.shape[0]) for box in rows] == [(0, 2), (4, 2), (8, 2), (2, 2), (6, 2), (10, 2)]

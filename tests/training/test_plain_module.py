@@ -73,7 +73,7 @@ def same(one: Any, two: Any) -> bool:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("used", [0, 2])
-def test_a_module_and_its_optimizer_come_back_exactly(tmp_path: Path, optimizer: str, used: int) -> None:
+def test_a_module_and_its_optimizer_are_restored_exactly(tmp_path: Path, optimizer: str, used: int) -> None:
     net, made = job(optimizer, 1, 3)
     handle = ucp.save(tmp_path / "atoms", net, made, client_state={"epoch": 4, "rates": torch.rand(3)})
     assert handle.done
@@ -95,7 +95,7 @@ def test_a_module_and_its_optimizer_come_back_exactly(tmp_path: Path, optimizer:
 
 
 def test_a_parameter_that_never_had_a_gradient_has_no_states(tmp_path: Path) -> None:
-    """The optimizer was given it all the same. In a used job, what it has is dropped."""
+    """The optimizer has it in a group. In a used job, its live states are dropped."""
     nets = [nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)) for _ in range(2)]
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.1) for net in nets]
     nets[0][0].bias.requires_grad_(False)
@@ -113,7 +113,7 @@ def test_a_parameter_that_never_had_a_gradient_has_no_states(tmp_path: Path) -> 
 
 
 def test_a_checkpoint_from_before_the_first_step_has_no_states(tmp_path: Path) -> None:
-    """A job that was saved to begin with: nothing is lost, and a job that loads it begins again."""
+    """Loading it into a used job resets the states."""
     files: dict[str, Any] = {"mp_rank_00_model_states.pt": synthetic.model_state(global_steps=0, dp_world_size=1)}
     optim = synthetic.flat_optim(1, 0)
     optim["optimizer_state_dict"]["base_optimizer_state"]["state"] = {}
@@ -131,7 +131,7 @@ def test_a_checkpoint_from_before_the_first_step_has_no_states(tmp_path: Path) -
 
 
 class Strange(torch.optim.Optimizer):  # type: ignore[misc]
-    """States under names that mean something else to us, of other dtypes, and one that is not there yet."""
+    """States with reserved names, of other dtypes, and one that is None."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -145,7 +145,7 @@ class Strange(torch.optim.Optimizer):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_states_that_are_no_floats_and_states_that_are_not_there_yet(tmp_path: Path, used: bool) -> None:
+def test_states_of_other_dtypes_and_states_that_are_none(tmp_path: Path, used: bool) -> None:
     nets = [nn.Linear(3, 2), nn.Linear(3, 2)]
     optimizers = [Strange(net.parameters()) for net in nets]
     for net, optimizer in list(zip(nets, optimizers, strict=True))[: 1 + used]:
@@ -172,7 +172,7 @@ def test_groups_are_matched_by_their_parameters(tmp_path: Path) -> None:
     assert float(rate) == 0.5
 
 
-def test_groups_that_the_job_joined_must_agree(tmp_path: Path) -> None:
+def test_groups_that_the_job_has_merged_must_agree(tmp_path: Path) -> None:
     net, made = job("adamw", 1, 1)
     ucp.save(tmp_path / "atoms", net, made)
     fresh = ConvNet(7)
@@ -206,7 +206,7 @@ def test_other_shapes_and_dtypes_are_refused(tmp_path: Path) -> None:
         ucp.load_into(tmp_path / "atoms", odd)
 
 
-def test_other_precision_is_cast_and_said(tmp_path: Path) -> None:
+def test_another_precision_is_cast_and_reported(tmp_path: Path) -> None:
     net, made = job("adamw", 1, 1)
     ucp.save(tmp_path / "atoms", net, made)
     half = ConvNet(7).bfloat16()
@@ -215,7 +215,7 @@ def test_other_precision_is_cast_and_said(tmp_path: Path) -> None:
     assert any("were cast from float32 to bfloat16" in note for note in report.notes)
 
 
-def test_a_damaged_file_is_said_with_what_it_leaves_behind(tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported_with_the_consequence(tmp_path: Path) -> None:
     net, made = job("sgd", 1, 1)
     ucp.save(tmp_path / "atoms", net, made)
     file = tmp_path / "atoms" / "atoms" / "conv.weight.safetensors"
@@ -224,7 +224,7 @@ def test_a_damaged_file_is_said_with_what_it_leaves_behind(tmp_path: Path) -> No
         ucp.load_into(tmp_path / "atoms", *job("sgd", 7, 0))
 
 
-def test_what_is_no_job_is_refused(tmp_path: Path) -> None:
+def test_objects_that_are_not_jobs_are_refused(tmp_path: Path) -> None:
     net, made = job("adamw", 1, 1)
     with pytest.raises(UsageError, match="neither a DeepSpeed engine nor a torch module"):
         ucp.load_into(tmp_path, [net], made)
@@ -235,7 +235,7 @@ def test_what_is_no_job_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_asynchronous_saves_hold_the_state_of_the_call(tmp_path: Path) -> None:
+def test_asynchronous_saves_contain_the_state_at_the_call(tmp_path: Path) -> None:
     net, made = job("adamw", 1, 2)
     weight = net.conv.weight.detach().clone()
     first = ucp.save(tmp_path / "first", net, made, asynchronous=True)
@@ -287,8 +287,8 @@ def test_loading_and_saving_need_little_memory(tmp_path: Path) -> None:
         assert extra < 64 * 2**20, (verb, extra)
 
 
-def test_states_that_belong_to_no_parameter_are_named_as_not_restored(tmp_path: Path) -> None:
-    """A dictionary inside a state is carried by the checkpoint, and no live optimizer gets it."""
+def test_states_without_a_parameter_are_reported_as_not_restored(tmp_path: Path) -> None:
+    """A dictionary inside a state is in the checkpoint, but no live optimizer gets it."""
     from tests.formats.deepspeed.synthetic import MODEL_FILE, flat_optim, model_state, optim_file, save
 
     files: dict[str, Any] = {MODEL_FILE: model_state()}
@@ -316,8 +316,8 @@ def test_states_that_belong_to_no_parameter_are_named_as_not_restored(tmp_path: 
         lambda p: torch.optim.Adadelta(p),
     ],
 )
-def test_an_optimizer_that_lacks_states_begins_anew(tmp_path: Path, other: Any) -> None:
-    """With a part of its states it would fail in its next step: torch makes them where there are none at all."""
+def test_an_optimizer_with_missing_states_starts_without_any(tmp_path: Path, other: Any) -> None:
+    """With only some of its states it would fail in its next step: torch creates them only if there are none."""
     net = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.ones(1, 3)).sum().backward()

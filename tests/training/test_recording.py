@@ -1,4 +1,4 @@
-"""`ucp.record` with plain torch: what is taken, what is refused, what is kept."""
+"""`ucp.record` with plain torch: what is logged, what is refused, what is kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ torch = pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize("name", optimizers())
-def test_the_log_has_what_the_optimizer_was_given(tmp_path: Path, name: str) -> None:
+def test_the_log_contains_the_gradients_of_the_optimizer(tmp_path: Path, name: str) -> None:
     make, kernel = optimizers()[name]
     job = Trained(tmp_path, make)
     job.train(7)
@@ -52,7 +52,7 @@ def test_the_log_has_what_the_optimizer_was_given(tmp_path: Path, name: str) -> 
         assert (group.beta1, group.beta2, group.eps, group.opt_step) == (0.9, 0.999, 1e-8, 2)
 
 
-def test_blocks_are_cut_where_they_grow_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_are_split_into_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ucp import settings
 
     monkeypatch.setattr(settings, "LOG_BLOCK_ELEMENTS", 16)
@@ -66,7 +66,7 @@ def test_blocks_are_cut_where_they_grow_too_large(tmp_path: Path, monkeypatch: p
     assert len(stream.scan.steps[1].grads) > 1
 
 
-def test_digests_are_those_of_the_state(tmp_path: Path) -> None:
+def test_logged_digests_match_the_state(tmp_path: Path) -> None:
     import xxhash
 
     job = Trained(tmp_path, optimizers()["adamw single"][0])
@@ -85,7 +85,7 @@ def test_digests_are_those_of_the_state(tmp_path: Path) -> None:
     assert not found
 
 
-def test_a_restart_goes_on_in_a_new_epoch(tmp_path: Path) -> None:
+def test_a_restart_continues_in_a_new_epoch(tmp_path: Path) -> None:
     first = Trained(tmp_path, optimizers()["adamw single"][0])
     first.train(5)
     first.recorder.close()
@@ -99,7 +99,7 @@ def test_a_restart_goes_on_in_a_new_epoch(tmp_path: Path) -> None:
     assert log.epochs[0].manifest.run == log.epochs[1].manifest.run
 
 
-def test_a_log_needs_something_to_start_from(tmp_path: Path) -> None:
+def test_a_log_needs_a_base_or_a_parent(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no log reaches step 0"):
         Trained(tmp_path, optimizers()["sgd"][0], base=None)
     first = Trained(tmp_path, optimizers()["adamw single"][0])
@@ -113,7 +113,7 @@ def test_a_log_needs_something_to_start_from(tmp_path: Path) -> None:
         Trained(tmp_path, optimizers()["sgd"][0], base=None, step=9)
 
 
-def test_old_bases_and_what_leads_on_from_them_go(tmp_path: Path) -> None:
+def test_old_bases_and_their_segments_are_dropped(tmp_path: Path) -> None:
     job = Trained(tmp_path, optimizers()["adamw single"][0], base_every=3)
     for _ in range(4):
         job.train(3)
@@ -130,7 +130,7 @@ def test_old_bases_and_what_leads_on_from_them_go(tmp_path: Path) -> None:
     assert base.index.parameters["first.weight"].atoms.keys() >= {"weight", "exp_avg", "exp_avg_sq", "step"}
 
 
-def test_epochs_that_lie_before_the_kept_bases_go(tmp_path: Path) -> None:
+def test_epochs_before_the_kept_bases_are_dropped(tmp_path: Path) -> None:
     first = Trained(tmp_path, optimizers()["adamw single"][0])
     first.train(4)
     first.recorder.close()
@@ -147,7 +147,7 @@ def test_epochs_that_lie_before_the_kept_bases_go(tmp_path: Path) -> None:
     assert [(s.first, s.last) for s in log.spans()] == [(7, 8)]
 
 
-def test_everything_is_kept_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_everything_is_kept_on_request(tmp_path: Path) -> None:
     job = Trained(tmp_path, optimizers()["adamw single"][0], base_every=2, keep_bases=None)
     job.train(7)
     job.recorder.close()
@@ -155,7 +155,7 @@ def test_everything_is_kept_where_that_is_asked_for(tmp_path: Path) -> None:
     assert logged(tmp_path) == job.given
 
 
-def test_after_closing_nothing_is_left_in_the_job(tmp_path: Path) -> None:
+def test_closing_removes_all_hooks(tmp_path: Path) -> None:
     job = Trained(tmp_path, optimizers()["adamw single"][0])
     before = len(job.optimizer._optimizer_step_pre_hooks), len(job.optimizer._optimizer_step_post_hooks)
     assert before == (3, 1)
@@ -193,11 +193,11 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: 
     assert "No space left" in str(job.recorder.error)
     monkeypatch.undo()
     job.recorder.close()
-    job.train(1)  # goes on without a recorder
+    job.train(1)  # continues without a recorder
     assert Log.open(tmp_path).recoverable_step == 2
 
 
-def test_a_failure_inside_the_job_leaves_whole_steps(tmp_path: Path) -> None:
+def test_an_exception_in_the_job_leaves_complete_steps(tmp_path: Path) -> None:
     job = Trained(tmp_path, optimizers()["adamw single"][0])
 
     def fail() -> None:
@@ -210,7 +210,7 @@ def test_a_failure_inside_the_job_leaves_whole_steps(tmp_path: Path) -> None:
     assert Log.open(tmp_path, "strict").recoverable_step == 3
 
 
-def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
+def test_unsupported_jobs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="only a job with an optimizer"):
         ucp.record(tmp_path / "a", TiedNet())
     with pytest.raises(TypeError, match="path"):
@@ -265,7 +265,7 @@ def rank_with(rank: Rank, slices: dict[str, Region], offers: list[LoggableRegion
     return RankRegions(rank, [], slices, offers, [])
 
 
-def test_equal_shares_are_dealt_out() -> None:
+def test_equal_regions_are_distributed_over_ranks() -> None:
     whole = {name: Region.all_of((size,)) for name, size in (("a", 100), ("b", 60), ("c", 50), ("d", 10))}
     ranks = [
         rank_with(Rank(0, 0, dp), whole, [LoggableRegion(n, r, i, 0) for i, (n, r) in enumerate(whole.items())])
@@ -276,7 +276,7 @@ def test_equal_shares_are_dealt_out() -> None:
     assert [sum(offer.region.numel for offer in some) for some in kept] == [110, 110]
 
 
-def test_copies_of_a_slice_are_logged_by_the_first_rank_and_averages_by_all() -> None:
+def test_replicas_are_logged_by_the_first_rank_and_averages_by_all() -> None:
     everything = Region.all_of((8,))
     halves = [everything.cut(0, 4), everything.cut(4, 8)]
     ranks = []
@@ -287,7 +287,7 @@ def test_copies_of_a_slice_are_logged_by_the_first_rank_and_averages_by_all() ->
     assert [[offer.name for offer in some] for some in kept] == [["norm", "cut", "mean"], ["cut", "mean"]]
 
 
-def test_zero_partitions_stay_with_their_ranks() -> None:
+def test_zero_partitions_are_logged_by_their_ranks() -> None:
     whole = Region.all_of((10,))
     ranks = [
         rank_with(Rank(0, 0, dp), {"w": whole}, [LoggableRegion("w", whole.cut(dp * 5, dp * 5 + 5), 0, 0)])
@@ -297,8 +297,8 @@ def test_zero_partitions_stay_with_their_ranks() -> None:
     assert [[(offer.region.start, offer.region.stop) for offer in some] for some in kept] == [[(0, 5)], [(5, 10)]]
 
 
-def test_a_gradient_that_is_not_what_was_recorded_is_noticed(tmp_path: Path) -> None:
-    """The check that guards the reduced gradients, with a recorder whose slot was changed behind its back."""
+def test_a_gradient_that_differs_from_the_recorded_one_is_detected(tmp_path: Path) -> None:
+    """The check of reduced gradients, with a recorder whose slot contains others."""
     job = Trained(tmp_path, optimizers()["adamw single"][0])
     capture = job.recorder._capture
     gradient = torch.randn(7)
@@ -313,8 +313,8 @@ def test_a_gradient_that_is_not_what_was_recorded_is_noticed(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_killed_trainer_loses_nothing_that_was_durable(tmp_path: Path) -> None:
-    """A real trainer under a recorder, killed at 200 random moments (see killed_trainer.py)."""
+def test_a_killed_trainer_loses_no_durable_step(tmp_path: Path) -> None:
+    """A real trainer with a recorder, killed at 200 random times (see killed_trainer.py)."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.training.killed_trainer", str(tmp_path), "200"],
         capture_output=True,
@@ -323,15 +323,15 @@ def test_a_killed_trainer_loses_nothing_that_was_durable(tmp_path: Path) -> None
         timeout=900,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["killed"] == len(told["steps"]) == 200
-    assert all(recovered >= durable for recovered, durable, _ in told["steps"])
-    assert sum(recovered for recovered, _, _ in told["steps"]) > 2000
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["killed"] == len(result["steps"]) == 200
+    assert all(recovered >= durable for recovered, durable, _ in result["steps"])
+    assert sum(recovered for recovered, _, _ in result["steps"]) > 2000
     # At most four steps wait for the disk together: no more than these, and the one under way, are trained again.
-    waiting, repeated = 4, [trained - recovered for recovered, _, trained in told["steps"]]
+    waiting, repeated = 4, [trained - recovered for recovered, _, trained in result["steps"]]
     assert max(repeated) <= waiting + 1
     # G13: against what is trained again with a full checkpoint every 50 steps.
-    every, since = 50, [trained % 50 for _, _, trained in told["steps"]]
+    every, since = 50, [trained % 50 for _, _, trained in result["steps"]]
     assert sum(repeated) <= (waiting / 2 + 1) * len(repeated)
     assert 1 - sum(repeated) / sum(since) >= 1 - (waiting + 2) / every
 
@@ -437,7 +437,7 @@ def halve(job: Trained) -> None:
         (halve, "is not the one that the optimizer consumes"),
     ],
 )
-def test_what_the_log_would_not_know_ends_the_recording(tmp_path: Path, change: Any, message: str) -> None:
+def test_changes_that_a_log_cannot_contain_end_the_recording(tmp_path: Path, change: Any, message: str) -> None:
     job = Trained(tmp_path, optimizers()["adamw single"][0])
     job.train(3)
     change(job)
@@ -446,7 +446,7 @@ def test_what_the_log_would_not_know_ends_the_recording(tmp_path: Path, change: 
     assert Log.open(tmp_path).recoverable_step == 3
 
 
-def test_a_hook_that_leaves_gradients_alone_may_come_later(tmp_path: Path) -> None:
+def test_a_later_hook_that_does_not_change_gradients_is_allowed(tmp_path: Path) -> None:
     job = Trained(tmp_path, optimizers()["adamw single"][0])
     job.optimizer.register_step_pre_hook(lambda *_: None)
     job.train(4)
@@ -454,7 +454,7 @@ def test_a_hook_that_leaves_gradients_alone_may_come_later(tmp_path: Path) -> No
     assert logged(tmp_path) == job.given
 
 
-def test_sparse_gradients_are_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_sparse_gradients_are_refused_with_a_hint(tmp_path: Path) -> None:
     table = torch.nn.Embedding(5, 3, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
     for what, expected in (("gradients", pytest.raises(UsageError, match="sparse")), ("state", nullcontext())):
@@ -466,7 +466,7 @@ def test_sparse_gradients_are_refused_with_a_way_out(tmp_path: Path) -> None:
     assert torch.equal(merged["weight"].read(as_torch=True), table.weight)
 
 
-def test_what_gives_the_same_bits_may_change(tmp_path: Path) -> None:
+def test_settings_that_do_not_change_results_may_change(tmp_path: Path) -> None:
     job = Trained(tmp_path, optimizers()["adamw single"][0])
     job.train(2)
     job.optimizer.param_groups[0]["foreach"] = True
@@ -475,7 +475,7 @@ def test_what_gives_the_same_bits_may_change(tmp_path: Path) -> None:
     assert logged(tmp_path) == job.given
 
 
-def test_a_parameter_that_changes_its_group_ends_the_recording(tmp_path: Path) -> None:
+def test_moving_a_parameter_to_another_group_ends_the_recording(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.1}])
     ucp.record(tmp_path, model, optimizer)
@@ -485,7 +485,7 @@ def test_a_parameter_that_changes_its_group_ends_the_recording(tmp_path: Path) -
         optimizer.step()
 
 
-def test_a_second_optimizer_of_the_model_is_noticed(tmp_path: Path) -> None:
+def test_a_second_optimizer_of_the_model_is_detected(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 3)
     first, second = (torch.optim.SGD([p], lr=0.1) for p in (model.weight, model.bias))
     ucp.record(tmp_path, model, first, what="state")
@@ -497,13 +497,13 @@ def test_a_second_optimizer_of_the_model_is_noticed(tmp_path: Path) -> None:
     assert Log.open(tmp_path).recoverable_step == 1
 
 
-def test_types_that_a_log_does_not_hold_are_refused_at_once(tmp_path: Path) -> None:
+def test_dtypes_that_a_log_cannot_store_are_refused_at_the_start(tmp_path: Path) -> None:
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))])
     with pytest.raises(UsageError, match="parameter 0 has dtype complex64"):
         ucp.record(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_a_job_that_another_takes_the_folder_from_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_job_in_the_same_folder_ends_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ucp.training.recording import recorder
 
     monkeypatch.setattr(recorder, "CHECK_SECONDS", 0.0)

@@ -1,4 +1,4 @@
-"""Recording onto a disk that is full, fails or can only be read: who is told, what is kept, and how it goes on."""
+"""Recording to a disk that is full, fails or is read-only: errors, what is kept, and how recording continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FULL = ("pwritev", "pwrite", "posix_fallocate", "fsync", "fdatasync", "mkdir")
 
 
 class Job:
-    """A job under a recorder, and its weights after every step."""
+    """A job with a recorder, and its weights after every step."""
 
     def __init__(self, run: Path, **options: Any) -> None:
         torch.manual_seed(5)
@@ -48,8 +48,8 @@ class Job:
             self.step()
 
 
-def goes_on_from(run: Path, job: Job) -> int:
-    """The last step that the log has, which is exactly the job's; recording goes on from there with success."""
+def last_step_then_continue(run: Path, job: Job) -> int:
+    """The last step of the log, which equals the job's; recording continues from there."""
     with Log.open(run, "inspect") as log:
         last = log.recoverable_step
     again = torch.nn.Linear(SIDE, SIDE, bias=False)
@@ -67,7 +67,7 @@ def goes_on_from(run: Path, job: Job) -> int:
 
 @contextmanager
 def files_of_at_most(nbytes: int) -> Iterator[None]:
-    """No file of this process may become larger: the system itself refuses it."""
+    """Limit the size of files of this process."""
     before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
@@ -78,17 +78,17 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_little_room_is_used_though_more_was_wanted(tmp_path: Path) -> None:
-    """Space is reserved in large pieces; where there is less, what a step needs is enough."""
+def test_recording_works_with_less_space_than_is_reserved_at_once(tmp_path: Path) -> None:
+    """Space is reserved in large blocks; if there is less, the space for one step is enough."""
     job = Job(tmp_path)
     with files_of_at_most(settings.LOG_RESERVE_BYTES // 8):
         job.train(12)
         job.recorder.close()
-    assert goes_on_from(tmp_path, job) == 12
+    assert last_step_then_continue(tmp_path, job) == 12
 
 
 @pytest.mark.parametrize("on_error", ["raise", "stop"])
-def test_a_disk_that_is_full(tmp_path: Path, on_error: str) -> None:
+def test_a_full_disk_with_a_file_size_limit(tmp_path: Path, on_error: str) -> None:
     job = Job(tmp_path, on_error=on_error)
     job.train(3)
     job.recorder.flush()
@@ -98,29 +98,29 @@ def test_a_disk_that_is_full(tmp_path: Path, on_error: str) -> None:
             job.train(40)
         except StorageError as error:
             raised = error
-        told = job.recorder.error
-        assert told is not None
-        assert (raised is told) == (on_error == "raise")
-        assert ".ugl: the log cannot be written: File too large" in str(told)
-        assert "make room and start recording again" in str(told)
-        job.train(2)  # training itself goes on
+        error = job.recorder.error
+        assert error is not None
+        assert (raised is error) == (on_error == "raise")
+        assert ".ugl: the log cannot be written: File too large" in str(error)
+        assert "make room and start recording again" in str(error)
+        job.train(2)  # training itself continues
         job.recorder.close()
     assert job.recorder.durable_step >= 3
-    assert goes_on_from(tmp_path, job) >= 3
+    assert last_step_then_continue(tmp_path, job) >= 3
 
 
-def test_a_file_that_is_full_is_followed_by_another(tmp_path: Path) -> None:
+def test_a_full_segment_is_followed_by_another(tmp_path: Path) -> None:
     job = Job(tmp_path)
     with files_of_at_most(100 << 10):
         job.train(12)
         job.recorder.close()
     assert job.recorder.stats()["rewrites"] > 0
-    assert goes_on_from(tmp_path, job) == 12
+    assert last_step_then_continue(tmp_path, job) == 12
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("on_error", ["raise", "stop"])
-def test_a_disk_that_fails_for_good(
+def test_a_disk_that_fails_permanently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, on_error: str
 ) -> None:
     job = Job(tmp_path, on_error=on_error)
@@ -132,14 +132,14 @@ def test_a_disk_that_fails_for_good(
             job.train(20)
         except StorageError as error:
             raised = error
-        told = job.recorder.error
-        assert told is not None
-        assert (raised is told) == (on_error == "raise")
-        assert f"the log cannot be written: {os.strerror(number)}" in str(told)
-        assert "check the disk" in str(told)
+        error = job.recorder.error
+        assert error is not None
+        assert (raised is error) == (on_error == "raise")
+        assert f"the log cannot be written: {os.strerror(number)}" in str(error)
+        assert "check the disk" in str(error)
         job.recorder.close()
     assert job.recorder.durable_step >= 3
-    assert goes_on_from(tmp_path, job) >= 3
+    assert last_step_then_continue(tmp_path, job) >= 3
 
 
 @contextmanager
@@ -155,9 +155,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[None]:
         yield
 
 
-def test_what_fails_at_the_end_does_not_disturb_a_job_that_said_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_at_close_is_not_raised_with_on_error_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for on_error in ("raise", "stop"):
         job = Job(tmp_path / on_error, on_error=on_error)
         job.train(3)
@@ -170,7 +168,7 @@ def test_what_fails_at_the_end_does_not_disturb_a_job_that_said_so(
             else:
                 job.recorder.close()
         assert "No space left" in str(job.recorder.error)
-        assert goes_on_from(tmp_path / on_error, job) >= 3
+        assert last_step_then_continue(tmp_path / on_error, job) >= 3
 
 
 def step_for_a_minute(job: Job) -> None:
@@ -181,8 +179,8 @@ def step_for_a_minute(job: Job) -> None:
         time.sleep(0.005)
 
 
-def test_a_base_that_cannot_be_saved_is_told_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the background, when the step that wanted it is over: not as late as the next base."""
+def test_a_failed_base_is_reported_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure in the background is raised at the next step, not at the next base."""
     from ucp.training.recording import base_saver
 
     job = Job(tmp_path)
@@ -197,10 +195,10 @@ def test_a_base_that_cannot_be_saved_is_told_at_the_next_step(tmp_path: Path, mo
         with pytest.raises(StorageError, match=r"base-000001: the base of step 2 cannot be saved: No space left"):
             step_for_a_minute(job)
     assert [base.number for base in list_bases(tmp_path)] == [0]
-    assert goes_on_from(tmp_path, job) >= 2
+    assert last_step_then_continue(tmp_path, job) >= 2
 
 
-def test_the_first_base_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_the_first_base_names_the_space_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "SPACE_RESERVE_BYTES", 1 << 60)
     monkeypatch.setattr(settings, "SPACE_RESERVE_SHARE", 1e12)
     with pytest.raises(StorageError, match=r"base of step 0 cannot be saved: .* needed, and .* in reserve"):
@@ -217,4 +215,4 @@ def test_an_old_segment_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pyte
         patched.setattr(Path, "unlink", fail)
         step_for_a_minute(job)
     assert "the log cannot be written: Permission denied" in str(job.recorder.error)
-    assert goes_on_from(tmp_path, job) >= 2
+    assert last_step_then_continue(tmp_path, job) >= 2

@@ -1,4 +1,4 @@
-"""Gradients that are taken before the optimizer is called: they count only when they are still what it is given."""
+"""Gradients that are captured before the optimizer is called, and used only if the optimizer gets the same ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SINGLE = optimizers()["adamw single"][0]
 
 
 class Job(Trained):
-    """A job whose gradients may be changed between backward and step."""
+    """A job whose gradients can be changed between backward and step."""
 
     def __init__(self, run: Path, make: Callable[[Any], Any], *, early: bool = True) -> None:
         super().__init__(run, make, early=early)
@@ -77,7 +77,7 @@ CHANGES = [scale_in_place, scale_behind_autograd, replace, one_element, drop_one
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-def test_gradients_are_taken_with_the_last_backward_pass(tmp_path: Path, passes: int) -> None:
+def test_gradients_are_captured_with_the_last_backward_pass(tmp_path: Path, passes: int) -> None:
     job = Job(tmp_path, SINGLE)
     for number in range(5):
         job.step(passes=passes)
@@ -86,7 +86,7 @@ def test_gradients_are_taken_with_the_last_backward_pass(tmp_path: Path, passes:
     assert logged(tmp_path) == job.given
 
 
-def test_nothing_is_taken_early_unless_asked(tmp_path: Path) -> None:
+def test_nothing_is_captured_early_by_default(tmp_path: Path) -> None:
     job = Job(tmp_path, SINGLE, early=False)
     for _ in range(3):
         job.step()
@@ -95,7 +95,7 @@ def test_nothing_is_taken_early_unless_asked(tmp_path: Path) -> None:
     assert logged(tmp_path) == job.given
 
 
-def test_another_number_of_passes_is_noticed(tmp_path: Path) -> None:
+def test_another_number_of_backward_passes_is_detected(tmp_path: Path) -> None:
     job = Job(tmp_path, SINGLE)
     for passes in (1, 3, 1, 2, 2, 1, 1):
         job.step(passes=passes)
@@ -106,10 +106,10 @@ def test_another_number_of_passes_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("first", [1, 3])
-def test_what_is_changed_after_the_backward_pass_is_taken_again(
+def test_gradients_changed_after_the_backward_pass_are_captured_again(
     tmp_path: Path, change: Callable[[Any], None], first: int
 ) -> None:
-    """From some step on, in every second step; before and after, gradients that were taken early count."""
+    """In every second step from some step on; in the others, early gradients are used."""
     job = Job(tmp_path, SINGLE)
     for number in range(8):
         job.step(between=change if number >= first and number % 2 else None)
@@ -118,7 +118,7 @@ def test_what_is_changed_after_the_backward_pass_is_taken_again(
     assert logged(tmp_path) == job.given
 
 
-def test_where_all_is_changed_it_is_not_tried_for_ever(tmp_path: Path) -> None:
+def test_early_capture_ends_if_all_gradients_are_changed(tmp_path: Path) -> None:
     job = Job(tmp_path, SINGLE)
     for number in range(8):
         job.step(between=clip_with_torch if number < 6 else None)
@@ -130,7 +130,7 @@ def test_where_all_is_changed_it_is_not_tried_for_ever(tmp_path: Path) -> None:
 def test_a_change_that_only_a_full_comparison_finds_ends_the_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps before it may have been changed so as well, where nobody looked."""
+    """Earlier steps may have been changed in the same way without being detected."""
     from ucp.training.recording import capture as recording_capture
 
     monkeypatch.setattr(recording_capture, "CHECK_EVERY", 6)
@@ -147,8 +147,8 @@ def test_a_change_that_only_a_full_comparison_finds_ends_the_recording(
         job.step(between=last_behind_autograd)
 
 
-def test_a_step_that_is_not_taken_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Gradients are thrown away and computed anew, with and without clipping before."""
+def test_discarded_gradients_do_not_affect_the_next_step(tmp_path: Path) -> None:
+    """Gradients are discarded and computed again, with and without clipping before."""
     job = Job(tmp_path, SINGLE)
     job.step()
     for number in range(4):
@@ -165,8 +165,8 @@ def times(factor: Any, gradient: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_clipping_through_the_recorder_logs_gradient_and_factor(tmp_path: Path, early: bool) -> None:
-    """Gradients of bfloat16 values stay narrow in the log, and clipped as torch clips."""
+def test_clipping_with_the_recorder_logs_gradients_and_factor(tmp_path: Path, early: bool) -> None:
+    """Gradients of bfloat16 values stay narrow in the log, and are clipped like torch does."""
     job = Job(tmp_path, SINGLE, early=early)
     other = Job(tmp_path / "torch", SINGLE)
 
@@ -201,7 +201,7 @@ def test_clipping_through_the_recorder_logs_gradient_and_factor(tmp_path: Path, 
         assert torch.equal(found_state[name].read(as_torch=True), p.detach()), name
 
 
-def test_what_is_changed_after_clipping_is_logged_as_it_is(tmp_path: Path) -> None:
+def test_gradients_changed_after_clipping_are_logged_as_they_are(tmp_path: Path) -> None:
     job = Job(tmp_path, SINGLE)
 
     def clip_and_change(job: Job) -> None:
@@ -216,7 +216,7 @@ def test_what_is_changed_after_clipping_is_logged_as_it_is(tmp_path: Path) -> No
 
 
 def test_a_step_with_a_closure_is_refused(tmp_path: Path) -> None:
-    """It computes gradients after the recorder has looked at them."""
+    """It computes gradients after the recorder has captured them."""
     job = Job(tmp_path, SINGLE)
     job.step()
 

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize("name", unreplayable_optimizers())
-def test_an_optimizer_that_cannot_be_replayed_is_logged_as_it_is(tmp_path: Path, name: str) -> None:
+def test_states_are_logged_for_an_optimizer_without_kernel(tmp_path: Path, name: str) -> None:
     job = StateJob(tmp_path, unreplayable_optimizers()[name], base_every=4, keep_bases=None)
     job.train(6)
     job.recorder.close()
@@ -36,8 +36,8 @@ def test_an_optimizer_that_cannot_be_replayed_is_logged_as_it_is(tmp_path: Path,
     assert torch.equal(from_the_first["first.weight"].read(as_torch=True), job.history[6]["first.weight|weight"])
 
 
-def test_a_state_is_folded_from_many_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks a tensor, one base, a chain as long as the run; and a second epoch upon it."""
+def test_a_state_is_computed_from_many_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks per tensor, one base, a chain as long as the run, and a second epoch after it."""
     from ucp import settings
 
     monkeypatch.setattr(settings, "LOG_BLOCK_ELEMENTS", 16)
@@ -53,7 +53,7 @@ def test_a_state_is_folded_from_many_differences(tmp_path: Path, monkeypatch: py
     assert len(list_bases(tmp_path)) == 1
 
 
-def test_without_zstandard_values_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_zstandard_full_values_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
     real = importlib.util.find_spec
@@ -78,8 +78,8 @@ def step_with_closure(job: StateJob) -> None:
     job.history.append(job.state())
 
 
-def test_states_may_be_logged_of_any_optimizer(tmp_path: Path) -> None:
-    """Also with a closure, which cannot be replayed; and gradients of one that nobody can replay."""
+def test_states_of_any_optimizer_can_be_logged(tmp_path: Path) -> None:
+    """Also with a closure, which cannot be replayed; and gradients of an optimizer without kernel."""
     job = StateJob(tmp_path / "a", lambda p: torch.optim.AdamW(p, lr=1e-2), what="state")
     job.train(2)
     step_with_closure(job)
@@ -95,7 +95,7 @@ def test_states_may_be_logged_of_any_optimizer(tmp_path: Path) -> None:
         StateJob(tmp_path / "c", unreplayable_optimizers()["rmsprop"], what="everything")
 
 
-def test_a_log_of_states_begins_with_a_closure_and_ends_with_a_thawed_parameter(tmp_path: Path) -> None:
+def test_a_log_of_states_accepts_closures_but_not_unfrozen_parameters(tmp_path: Path) -> None:
     job = StateJob(tmp_path, unreplayable_optimizers()["rmsprop"])
     step_with_closure(job)
     job.train(1)
@@ -111,7 +111,7 @@ def test_a_log_of_states_without_steps_can_be_opened(tmp_path: Path) -> None:
     assert Log.open(tmp_path, "inspect").recoverable_step == 0
 
 
-def test_buffers_are_those_of_the_step(tmp_path: Path) -> None:
+def test_buffers_are_logged_with_every_step(tmp_path: Path) -> None:
     job = StateJob(tmp_path, lambda p: torch.optim.AdamW(p, lr=1e-2), model=NormedNet(), base_every=3, keep_bases=None)
     job.train(5)
     job.recorder.close()
@@ -137,7 +137,7 @@ def test_a_buffer_that_changes_its_shape_ends_the_recording(tmp_path: Path) -> N
 
 
 def calling_states(*names: str) -> Callable[[Any], Any]:
-    """An optimizer that nobody can replay, with states of these names."""
+    """An optimizer without kernel, with states of these names."""
 
     class Named(torch.optim.Optimizer):  # type: ignore[misc, name-defined]
         @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -157,7 +157,7 @@ def calling_states(*names: str) -> Callable[[Any], Any]:
 TAKEN_NAMES = ("buffer", "param", "grad", "weight", "master", "own:x:()", "own/y", "state:z", "step")
 
 
-def test_states_that_are_called_like_something_of_ours(tmp_path: Path) -> None:
+def test_states_with_reserved_names(tmp_path: Path) -> None:
     job = StateJob(tmp_path / "run", calling_states(*TAKEN_NAMES), model=NormedNet(), base_every=2, keep_bases=None)
     job.train(4)
     ucp.save(tmp_path / "saved", job.model, job.optimizer)
@@ -182,7 +182,7 @@ def test_states_that_are_called_like_something_of_ours(tmp_path: Path) -> None:
     ],
     ids=["fused and not", "tensors"],
 )
-def test_what_torch_computes_otherwise_than_a_kernel_does_is_logged_as_states(
+def test_states_are_logged_if_torch_computes_differently_from_the_kernel(
     tmp_path: Path, make: Callable[[Any], Any]
 ) -> None:
     job = StateJob(tmp_path, make)
@@ -201,8 +201,8 @@ def test_what_torch_computes_otherwise_than_a_kernel_does_is_logged_as_states(
 
 
 @pytest.mark.parametrize("make", [lambda p: torch.optim.AdamW(p, lr=1.0), lambda p: torch.optim.NAdam(p, lr=1.0)])
-def test_the_rate_of_a_base_is_that_of_the_next_step(tmp_path: Path, make: Callable[[Any], Any]) -> None:
-    """A base is saved when the optimizer has taken its step, and a scheduler takes its own after that."""
+def test_a_base_has_the_learning_rate_of_the_next_step(tmp_path: Path, make: Callable[[Any], Any]) -> None:
+    """A base is saved after the optimizer's step, and the scheduler steps after that."""
     job = StateJob(tmp_path, make, base_every=2, keep_bases=None)
     for step in range(1, 6):
         job.train(1)

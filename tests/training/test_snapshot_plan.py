@@ -47,7 +47,7 @@ blocked = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 5)), max_size=3)
 
 
 @given(tensors(), costs, blocked)
-def test_every_byte_is_copied_once_by_one_hand(
+def test_every_byte_is_copied_once(
     wanted: list[TensorDeadline], rates: CopyRates, busy: list[tuple[float, float]]
 ) -> None:
     made = make_schedule(wanted, rates, busy)
@@ -70,7 +70,7 @@ def test_every_byte_is_copied_once_by_one_hand(
 
 
 @given(tensors(), costs, blocked)
-def test_nothing_is_late_where_the_demand_test_says_so(
+def test_nothing_is_late_if_the_schedule_is_feasible(
     wanted: list[TensorDeadline], rates: CopyRates, busy: list[tuple[float, float]]
 ) -> None:
     made = make_schedule(wanted, rates, busy)
@@ -78,7 +78,7 @@ def test_nothing_is_late_where_the_demand_test_says_so(
 
 
 def least_memory(tensors: list[TensorDeadline], costs: CopyRates, blocked: list[tuple[float, float]]) -> float:
-    """Bytes that must be copied locally where all tensors have one window: what the link does not manage in it."""
+    """Bytes that must be copied locally if all tensors have one window: those that the link cannot copy in it."""
     total = sum(tensor.nbytes for tensor in tensors)
     start = min((tensor.release for tensor in tensors), default=0.0)
     stop = min((tensor.deadline for tensor in tensors), default=inf)
@@ -86,7 +86,7 @@ def least_memory(tensors: list[TensorDeadline], costs: CopyRates, blocked: list[
 
 
 @given(tensors(one_window=True), costs, blocked)
-def test_with_one_window_only_what_does_not_fit_is_late(
+def test_with_one_window_only_the_excess_is_late(
     wanted: list[TensorDeadline], rates: CopyRates, busy: list[tuple[float, float]]
 ) -> None:
     made = make_schedule(wanted, rates, busy)
@@ -95,13 +95,13 @@ def test_with_one_window_only_what_does_not_fit_is_late(
 
 
 @given(st.integers(0, 10**12), costs, st.floats(0.01, 100))
-def test_spreading_is_just_enough(total: int, rates: CopyRates, window: float) -> None:
+def test_the_number_of_iterations_is_minimal(total: int, rates: CopyRates, window: float) -> None:
     count = iterations_needed(total, rates, window)
     assert count * rates.rate * window >= total * (1 - 1e-6)
     assert count == 1 or (count - 1) * rates.rate * window < total
 
 
-def test_an_example_by_hand() -> None:
+def test_a_schedule_computed_by_hand() -> None:
     """Two layers, the last of which is updated first in the next step."""
     made = make_schedule([TensorDeadline("first", 40, 0, 10), TensorDeadline("last", 40, 0, 6)], CopyRates(10, 100))
     assert [(copy.name, copy.start, copy.stop) for copy in made.copies] == [("last", 0, 4), ("first", 4, 8)]
@@ -125,7 +125,7 @@ loads = st.lists(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 100
 
 
 @given(loads, st.integers(1, 5))
-def test_every_parameter_is_in_one_part_and_no_part_is_much_too_full(wanted: list[dict[str, int]], count: int) -> None:
+def test_every_parameter_is_in_one_part_and_parts_are_balanced(wanted: list[dict[str, int]], count: int) -> None:
     parts = assign_parts(wanted, count)
     assert set(parts) == {name for load in wanted for name in load}
     assert all(0 <= part < count for part in parts.values())
@@ -137,8 +137,8 @@ def test_every_parameter_is_in_one_part_and_no_part_is_much_too_full(wanted: lis
         assert max(full.values()) <= sum(load.values()) / count + max(load.values(), default=0)
 
 
-def test_parts_are_dealt_by_what_each_rank_copies() -> None:
-    """Two ranks with halves of the parameters each: every part has something for both."""
+def test_parts_are_balanced_for_every_rank() -> None:
+    """Two ranks with half of the parameters each: every part has bytes of both."""
     halves = [{f"a{n}": 10 for n in range(4)}, {f"b{n}": 10 for n in range(4)}]
     parts = assign_parts(halves, 4)
     for part in range(4):

@@ -1,4 +1,4 @@
-"""Snapshots whose parts are taken after different steps: with the log of the job they are the state of one step."""
+"""Snapshots whose parts are copied after different steps: with the log of the job they are the state of one step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def job(name: str) -> tuple[Any, Any]:
 def test_parts_of_different_steps_become_one_state(
     tmp_path: Path, name: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random numbers of parts, rates and chunks; some are finished early. Each is, with the log, what the job held."""
+    """Random numbers of parts, rates and chunks; some are finished early. With the log, each equals the job's state."""
     monkeypatch.setattr(settings, "SNAPSHOT_SMALL_BYTES", 0)
     chance = random.Random(f"{name} {target}")
     net, optimizer = job(name)
@@ -50,9 +50,9 @@ def test_parts_of_different_steps_become_one_state(
             assert wrong(where, history[last], log=tmp_path / "log", step=last, exact=True) == []
             if last > first:
                 spread_over.append(last - first + 1)
-                with pytest.raises(UsageError, match=f"spread over steps {first} to {last}") as told:
+                with pytest.raises(UsageError, match=f"spread over steps {first} to {last}") as raised:
                     ucp.open(where)
-                assert f"step {last} or later" in str(told.value.hint)
+                assert f"step {last} or later" in str(raised.value.hint)
                 with pytest.raises(UsageError, match=f"after step {last - 1}"):
                     ucp.open(where, log=tmp_path / "log", step=last - 1)
 
@@ -69,7 +69,7 @@ def test_parts_of_different_steps_become_one_state(
                 train(net, optimizer, step := step + 1)
                 history[step] = held(net, optimizer)
             last = step
-            if snapshots._thread is not None:  # all parts are taken: steps go on while it is written
+            if snapshots._thread is not None:  # all parts are taken: steps continue while it is written
                 train(net, optimizer, step := step + 1)
                 history[step] = held(net, optimizer)
             snapshots.wait()
@@ -86,7 +86,7 @@ def test_parts_of_different_steps_become_one_state(
     assert ucp.verify(snapshots.latest, "deep", log=tmp_path / "log", step=step).ok
 
 
-def test_every_so_many_steps_spread_over_some(tmp_path: Path) -> None:
+def test_periodic_snapshots_can_be_spread(tmp_path: Path) -> None:
     """A tensor is copied after the step of its part, and the snapshot is of the last one."""
     net, optimizer = job("adamw")
     with ucp.snapshot(tmp_path / "run", net, optimizer, every=4, spread=3, busy="wait") as snapshots:
@@ -103,7 +103,7 @@ def test_every_so_many_steps_spread_over_some(tmp_path: Path) -> None:
     assert wrong(again.latest, held(net, optimizer)) == []
 
 
-def test_the_cost_model_spreads_what_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_spreads_snapshots_that_need_several_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "SNAPSHOT_SMALL_BYTES", 0)
     net, optimizer = job("adamw")
     with ucp.snapshot(tmp_path / "run", net, optimizer, spread="auto") as snapshots:
@@ -127,7 +127,7 @@ def test_the_cost_model_spreads_what_has_no_room(tmp_path: Path, monkeypatch: py
         assert snapshots.stats()["last"]["parts"] == [2, 3, 4]
 
 
-def test_what_cannot_be_spread_is_told(tmp_path: Path) -> None:
+def test_snapshots_that_cannot_be_spread_are_refused(tmp_path: Path) -> None:
     net, optimizer = job("adamw")
     with pytest.raises(UsageError, match="spread=0"):
         ucp.snapshot(tmp_path / "run", net, optimizer, spread=0)

@@ -1,4 +1,4 @@
-"""`ucp.snapshot` in one process: what is copied while training goes on is what a save at that step would have held."""
+"""`ucp.snapshot` in one process: copies made while training continues equal a save at that step."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ __all__ = ["one_thread"]  # applies to every test of the module
         ("plain sgd", "store", 60),
     ],
 )
-def test_snapshots_of_random_schedules_are_saves(
+def test_snapshots_under_random_schedules_equal_the_state(
     tmp_path: Path, name: str, target: str, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hundreds of snapshots in all, each under another rate, chunk, limit and rhythm of training."""
+    """Hundreds of snapshots, each with another rate, chunk size, limit and speed of training."""
     monkeypatch.setattr(settings, "SNAPSHOT_SMALL_BYTES", 0)
     chance = random.Random(f"{name} {target}")
     net = BatchNormNet()
@@ -62,7 +62,7 @@ def test_snapshots_of_random_schedules_are_saves(
                 references = {step: held(net, optimizer)} if target == "store" else references
                 references[step] = held(net, optimizer)
             if target == "store" and references and chance.random() < 0.5:
-                train(net, optimizer, 1000 + step)  # steps go on while it is written
+                train(net, optimizer, 1000 + step)  # steps continue while it is written
                 snapshots.wait()
                 [(taken, wanted)] = references.items()
                 assert wrong(path, wanted) == [], step
@@ -76,7 +76,7 @@ def test_snapshots_of_random_schedules_are_saves(
         assert ucp.verify(snapshots.finished[-1][1], "deep").ok
 
 
-def test_every_so_many_steps_the_newest_are_kept(tmp_path: Path) -> None:
+def test_periodic_snapshots_keep_the_newest(tmp_path: Path) -> None:
     net = BatchNormNet()
     optimizer = OPTIMIZERS["adamw"](p for p in net.parameters() if p.requires_grad)
     snapshots = ucp.snapshot(tmp_path / "run", net, optimizer, every=3, busy="wait", client_state=lambda: {"seen": 7})
@@ -100,8 +100,8 @@ def test_every_so_many_steps_the_newest_are_kept(tmp_path: Path) -> None:
     assert ucp.open(tmp_path / "run" / "step-00000010").index.step == 10
 
 
-def test_what_other_jobs_have_left(tmp_path: Path) -> None:
-    """Half a snapshot of a killed job goes, one that is being written stays; so do snapshots that went further."""
+def test_output_of_other_jobs(tmp_path: Path) -> None:
+    """Partial output of a killed job is removed; output in progress and snapshots of later steps are kept."""
     net = BatchNormNet()
     optimizer = OPTIMIZERS["sgd"](net.parameters())
     run = tmp_path / "run"
@@ -118,8 +118,8 @@ def test_what_other_jobs_have_left(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.iterdir()) == left
 
 
-def test_a_store_that_a_killed_job_was_filling(tmp_path: Path) -> None:
-    """The store that was to take the other's place goes with the next job, unless a process writes it."""
+def test_an_unfinished_store_of_a_killed_job_is_removed(tmp_path: Path) -> None:
+    """The unfinished replacement of a store is removed by the next job, unless a process is writing it."""
     net = BatchNormNet()
     optimizer = OPTIMIZERS["sgd"](net.parameters())
     path, left = tmp_path / "run.ucpstore", tmp_path / ".run.ucpstore.next"
@@ -130,7 +130,7 @@ def test_a_store_that_a_killed_job_was_filling(tmp_path: Path) -> None:
     assert not left.exists()
 
 
-def test_a_slow_disk_skips_snapshots_and_not_steps(tmp_path: Path) -> None:
+def test_a_slow_disk_skips_snapshots_but_not_steps(tmp_path: Path) -> None:
     net = BatchNormNet()
     optimizer = OPTIMIZERS["adamw"](net.parameters())
     with ucp.snapshot(tmp_path / "run", net, optimizer, every=1) as snapshots:
@@ -152,7 +152,7 @@ def test_a_slow_disk_skips_snapshots_and_not_steps(tmp_path: Path) -> None:
 
 
 class Gate(Throttle):
-    """A link that lets one chunk through, and the next ones when the test says so."""
+    """A link that copies one chunk, and further ones when it is opened."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -165,7 +165,7 @@ class Gate(Throttle):
         assert self.opened.wait(120)
 
 
-def test_copies_rest_while_gradients_are_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_pause_while_gradients_are_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "SNAPSHOT_SMALL_BYTES", 0)
     monkeypatch.setattr(settings, "SNAPSHOT_CHUNK_BYTES", 64)
     net = BatchNormNet()
@@ -182,7 +182,7 @@ def test_copies_rest_while_gradients_are_exchanged(tmp_path: Path, monkeypatch: 
         before = [item.at for item in copier.items]
         gate.opened.set()
         for _ in range(3):
-            time.sleep(0.01)  # the copier could go on now, if it did
+            time.sleep(0.01)  # enough time for the copier to continue, if it did
             assert [item.at for item in copier.items] == before
         assert not all(item.done for item in copier.items)
         loss.backward()
@@ -205,7 +205,7 @@ def test_training_waits_for_a_late_copy(tmp_path: Path, monkeypatch: pytest.Monk
         assert gate.reached.wait(120)
         train(net, optimizer, 2)
         copier = snapshots._run.parts[-1][1]
-        frozen = 50 * 4  # is never updated, so nobody waits for it
+        frozen = 50 * 4  # is never updated, so no update waits for it
         late = sum(item.nbytes for item in copier.items) - frozen - 64
         assert copier.trainer_bytes == late
         assert copier.stall_seconds > 0
@@ -219,7 +219,7 @@ def test_training_waits_for_a_late_copy(tmp_path: Path, monkeypatch: pytest.Monk
         assert stats["stall_seconds"] == copier.stall_seconds
 
 
-def test_an_update_waits_for_its_own_tensors_alone() -> None:
+def test_an_update_waits_only_for_its_own_tensors() -> None:
     made = items([100, 50, 70])
     gate = threading.Event()
     copier = BackgroundCopier(made, Throttle(None), gate)  # which has not begun
@@ -232,8 +232,8 @@ def test_an_update_waits_for_its_own_tensors_alone() -> None:
     assert copier.trainer_bytes == 200
 
 
-def test_the_layout_is_found_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until tensors are others: then pieces are looked for again; other names or shapes are laid out anew."""
+def test_the_layout_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fragments are collected again if tensors have moved; the layout is computed again for other names or shapes."""
     made: list[Any] = []
     monkeypatch.setattr(snapshot_module, "make_layout", lambda *args, **kw: made.append(1) or make_layout(*args, **kw))
     net = BatchNormNet()
@@ -267,7 +267,7 @@ def test_the_layout_is_found_out_once(tmp_path: Path, monkeypatch: pytest.Monkey
         assert taken() == 2
 
 
-def test_failures_are_told(tmp_path: Path) -> None:
+def test_failures_are_raised(tmp_path: Path) -> None:
     net = BatchNormNet()
     optimizer = OPTIMIZERS["adamw"](net.parameters())
     with pytest.raises(UsageError, match="need an optimizer"):
@@ -295,7 +295,7 @@ def items(sizes: list[int]) -> list[Any]:
 
 
 class Virtual(Throttle):
-    """A link of a certain rate in a time of its own, in which the next update begins at `window`."""
+    """A link with a given rate in virtual time; the next update begins at `window`."""
 
     def __init__(self, rate: float, window: float) -> None:
         super().__init__(rate)
@@ -309,8 +309,8 @@ class Virtual(Throttle):
 
 
 @pytest.mark.parametrize("window, rate", [(0.30, 40e6), (0.10, 20e6), (0.10, 39e6), (0.02, 40e6)])
-def test_a_throttled_link_does_what_the_plan_says(window: float, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the plan has no stall there is none; otherwise what is late is what the plan says is late."""
+def test_a_throttled_link_follows_the_schedule(window: float, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no stall if the schedule has none; otherwise the late bytes are those of the schedule."""
     monkeypatch.setattr(settings, "SNAPSHOT_CHUNK_BYTES", 10_000)
     sizes = [250_000, 125_000, 500_000, 125_000]  # 4 MB
     made = items(sizes)
@@ -326,7 +326,7 @@ def test_a_throttled_link_does_what_the_plan_says(window: float, rate: float, mo
 
 
 def test_a_log_brings_a_snapshot_to_a_later_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorder and snapshots in one job: snapshot and log make the state of any step after it."""
+    """Recorder and snapshots in one job: snapshot and log are the state of any later step."""
     monkeypatch.setattr(settings, "SNAPSHOT_SMALL_BYTES", 0)
     net = BatchNormNet()
     optimizer = OPTIMIZERS["adam, single"](p for p in net.parameters() if p.requires_grad)
@@ -349,7 +349,7 @@ def test_a_log_brings_a_snapshot_to_a_later_step(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_durable_snapshot_appears_when_the_disk_has_it(
+def test_a_durable_snapshot_appears_after_it_was_synced(
     tmp_path: Path, durable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
@@ -369,8 +369,8 @@ def test_a_durable_snapshot_appears_when_the_disk_has_it(
     assert (files <= {Path(path).name for path in synced}) == durable
 
 
-def test_a_store_is_replaced_when_the_optimizer_has_made_more_states(tmp_path: Path) -> None:
-    """Its places are fixed. That of another job is left as it is."""
+def test_a_store_is_replaced_if_the_optimizer_has_new_states(tmp_path: Path) -> None:
+    """Offsets in a store are fixed. A store of another job is not replaced."""
     net = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.randn(3)) for name in ("always", "later")})
     optimizer = torch.optim.AdamW(net.parameters())
     path = tmp_path / "run.ucpstore"

@@ -1,4 +1,4 @@
-"""Top-k compression with error feedback, on one rank; what several do is in tests/interop/test_recording.py."""
+"""Top-k compression with error feedback on one rank; tests/interop/test_recording.py has several ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def made() -> Any:
 
 
 @pytest.mark.usefixtures("world")
-def test_what_is_not_sent_waits_for_the_next_step(tmp_path: Path) -> None:
-    """Sent and unsent together are always all gradients so far; a tenth is sent."""
+def test_unsent_elements_are_added_to_the_next_gradient(tmp_path: Path) -> None:
+    """Sent and unsent elements add up to all gradients so far; a tenth is sent."""
     model = made()
     topk = ucp.TopK(model, fraction=0.1)
     plain = torch.nn.Linear(30, 10)
@@ -60,7 +60,7 @@ def test_what_is_not_sent_waits_for_the_next_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_what_topk_cannot_do_is_said(tmp_path: Path) -> None:
+def test_invalid_uses_of_topk_are_refused(tmp_path: Path) -> None:
     model = made()
     with pytest.raises(UsageError, match="not for a Linear"):
         ucp.TopK(torch.nn.Linear(2, 2))

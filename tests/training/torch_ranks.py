@@ -13,7 +13,7 @@ from torch import nn
 import ucp
 from tests.interop import model as gpt
 from tests.interop.spec import Spec
-from tests.training.deepspeed_ranks import spec_of, told
+from tests.training.deepspeed_ranks import report_json, spec_of
 
 
 def build(spec: Spec, kind: str) -> tuple[Any, Any]:
@@ -67,7 +67,7 @@ def shard(module: nn.Module, kind: str) -> nn.Module:
 
 
 def plain_linear(module: nn.Module, name: str) -> None:
-    """torch's tensor parallelism knows its own Linear only: the same parameters in one."""
+    """torch's tensor parallelism supports only its own Linear: one with the same parameters."""
     old = getattr(module, name)
     new = nn.Linear(old.weight.shape[1], old.weight.shape[0])
     new.weight, new.bias = old.weight, old.bias
@@ -93,7 +93,7 @@ def train(model: Any, optimizer: Any, spec: Spec, kind: str, first: int, steps: 
 
 
 def write_state(model: Any, optimizer: Any, folder: Path, rank: int) -> None:
-    """Everything, whole, under the keys of the engines' references."""
+    """All full tensors, with the keys of the references of engines."""
     module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     state = {}
     for name, p in module.named_parameters():
@@ -116,7 +116,7 @@ def whole(tensor: Any) -> torch.Tensor:
 def train_and_save(
     out: Path, rank: int, *, spec: dict[str, Any], kind: str, steps: int, more: int = 0
 ) -> dict[str, Any]:
-    """Train, save with `torch.distributed.checkpoint` and with `ucp`, write the state down, train on."""
+    """Train, save with `torch.distributed.checkpoint` and with `ucp`, write the reference state, and continue."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -135,7 +135,7 @@ def train_and_save(
 def load(
     out: Path, rank: int, *, spec: dict[str, Any], kind: str, path: str, first: int = 0, steps: int = 0, used: int = 0
 ) -> dict[str, Any]:
-    """Build a job (and use it), load into it, write the state down, train on."""
+    """Build a job (and use it), load into it, write the reference state, and continue training."""
     made = spec_of(spec)
     model, optimizer = build(made, kind)
     train(model, optimizer, made, kind, 50, used)
@@ -143,4 +143,4 @@ def load(
     write_state(model, optimizer, out / "loaded", rank)
     hyper = [{k: v for k, v in g.items() if k in ("lr", "weight_decay", "betas")} for g in optimizer.param_groups]
     losses = train(model, optimizer, made, kind, first, steps)
-    return {"rank": rank, "report": told(report), "hyper": hyper, "losses": losses}
+    return {"rank": rank, "report": report_json(report), "hyper": hyper, "losses": losses}

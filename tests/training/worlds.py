@@ -22,7 +22,7 @@ class Worlds(Worker):
         return self
 
     def run(self, world: int, function: str, out: Path, **arguments: Any) -> list[Any]:
-        """What `function(out, rank, **arguments)` gave on each rank."""
+        """The results of `function(out, rank, **arguments)` on each rank."""
         job = {"function": function, "world": world, "out": str(out), "arguments": arguments}
         self.send(json.dumps(job, default=str))
         return [json.loads((out / f"rank{rank:02d}.json").read_text()) for rank in range(world)]

@@ -1,4 +1,4 @@
-"""What tests of shadows share: shadows that end with the test, and no thread that outlives it."""
+"""Fixtures for tests of shadows, which end with the test; no thread may outlive it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.training.shadow.jobs import Pair
 
 @pytest.fixture(autouse=True)
 def _no_thread_stays() -> Iterator[None]:
-    """Who is closed has ended its threads; the last of them may still be on its way out."""
+    """Check that closed objects have ended their threads; the last may still be ending."""
     before = set(threading.enumerate())
     yield
     end = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""What tests of shadows need: wait for a step, and compare what is held with what a job held."""
+"""Helpers for tests of shadows: wait for a step, and read the current state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ucp.training.shadow.to_checkpoint import SnapshotFiles, assemble
 
 
 def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
-    """Wait until something is so. The time is for machines that do other things as well."""
+    """Wait until a condition is true; the limit is generous for busy machines."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came to be"
@@ -22,19 +22,19 @@ def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
 
 
 def wait_for(shadow: Shadow, step: int, seconds: float = 120.0) -> dict[str, Any]:
-    """Wait until the shadow holds a step; gives its status then."""
+    """Wait until the shadow has a step; returns its status."""
     end = time.monotonic() + seconds
     while True:
-        told = shadow.status()
-        if told["step"] is not None and told["step"] >= step:
-            return told
-        if told["condition"] == "stale" or time.monotonic() > end:
-            raise AssertionError(f"the shadow does not come to step {step}: {told}")
+        found = shadow.status()
+        if found["step"] is not None and found["step"] >= step:
+            return found
+        if found["condition"] == "stale" or time.monotonic() > end:
+            raise AssertionError(f"the shadow does not reach step {step}: {found}")
         time.sleep(0.002)
 
 
 def held(shadow: Shadow) -> Checkpoint:
-    """The state that the shadow holds now, as a checkpoint in this process."""
+    """The current state of the shadow, as a checkpoint in this process."""
     snapshot = shadow.snapshot()
     base = open_checkpoint(Path(snapshot.description["base"]), ReadOptions(spread=True))
     return assemble(base, snapshot.description, SnapshotFiles(snapshot))

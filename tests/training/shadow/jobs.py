@@ -1,4 +1,4 @@
-"""A small job and a shadow with its door, in one process."""
+"""A small job, and a shadow with its server, in one process."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ HERE = ShadowAddress("127.0.0.1", 0)
 
 
 class Pair:
-    """A shadow with its door."""
+    """A shadow with its server."""
 
     def __init__(self, *arguments: Any, address: ShadowAddress = HERE, **options: Any) -> None:
         self.notes: list[str] = []
         self.shadow = Shadow(*arguments, wait_for_job=True, note=self.notes.append, **options)
         self.shadow.start()
-        self.door = ShadowServer(self.shadow, address, self.notes.append)
-        self.url = str(self.door.address)
+        self.server = ShadowServer(self.shadow, address, self.notes.append)
+        self.url = str(self.server.address)
 
     def close(self) -> None:
-        self.door.close()
+        self.server.close()
         self.shadow.stop()
 
 
 class Job:
-    """A small torch job that is recorded; keeps every state that it had."""
+    """A small torch job that is recorded; keeps the state after every step."""
 
     def __init__(self, run: Path, width: int = 33, **options: Any) -> None:
         self.build(width)
@@ -57,5 +57,5 @@ class Job:
             self.history[self.step] = found
 
     def shadow_stats(self) -> dict[str, Any]:
-        told: dict[str, Any] = self.recorder.stats()["shadow"]
-        return told
+        stats: dict[str, Any] = self.recorder.stats()["shadow"]
+        return stats

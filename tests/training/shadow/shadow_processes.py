@@ -45,7 +45,7 @@ class Processes:
 
 
 def expected(step: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
-    """The job after a step, when nothing happens to it."""
+    """The expected state of the job after a step."""
     net, optimizer = trainer.build()
     for number in range(1, step + 1):
         trainer.step(net, optimizer, number)

@@ -1,4 +1,4 @@
-"""What ranks do in tests of shadows: train under a recorder that feeds one, and save every step natively."""
+"""Functions for the ranks of tests of shadows: train with a recorder that sends to one, and save every step."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def followed(
     made = spec_of(spec)
     world = dist.get_world_size()
     engine, place = build(made, world, rank, universal=False)
-    told = {"universal_checkpoint_info": gpt.universal_info(made)}
-    recorder = ucp.record(out / "run", engine, to=to, client_state=told)
+    client_state = {"universal_checkpoint_info": gpt.universal_info(made)}
+    recorder = ucp.record(out / "run", engine, to=to, client_state=client_state)
     for step in range(1, steps + 1):
         if step == overflow_at:
             spoil(engine)

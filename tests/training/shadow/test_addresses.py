@@ -1,4 +1,4 @@
-"""Addresses of shadows in the place of a path: known as such by every command, whatever the transport."""
+"""Addresses of shadows in place of a path: recognised by every command, for every transport."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ucp.training.shadow.protocol import parse_address
 
 
 @pytest.mark.parametrize("address", ["shadow://127.0.0.1:7007", "gloo://127.0.0.1:7007", "shm://run"])
-def test_an_address_is_no_object_store(address: str, tmp_path: Path) -> None:
-    """Once `gloo://` was looked for among the stores of fsspec."""
+def test_an_address_is_not_an_object_store(address: str, tmp_path: Path) -> None:
+    """`gloo://` used to be looked up among the file systems of fsspec."""
     assert str(parse_address(address)) == address
     assert is_shadow(address)
     assert is_shadow(Path(address))  # which has lost a slash
@@ -24,5 +24,5 @@ def test_an_address_is_no_object_store(address: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["shadow", "shm/run", "./gloo:/folder", "s3://gloo/shadow"])
-def test_other_names_are_no_addresses(name: str) -> None:
+def test_other_names_are_not_addresses(name: str) -> None:
     assert not is_shadow(name)

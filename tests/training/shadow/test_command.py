@@ -1,4 +1,4 @@
-"""`ucp shadow` as a process beside a job: the job is killed, the shadow has its last complete step."""
+"""`ucp shadow` as a process next to a job: the job is killed, the shadow has its last complete step."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def processes() -> Iterator[Processes]:
 def status(capsys: pytest.CaptureFixture[str], url: str) -> dict[str, Any]:
     capsys.readouterr()
     run_command(["shadow", "status", url, "--json"])
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return told
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
 
 
-def until_told(capsys: pytest.CaptureFixture[str], url: str, condition: Callable[[dict[str, Any]], object]) -> None:
-    """Wait until a shadow tells something of itself."""
+def until_status(capsys: pytest.CaptureFixture[str], url: str, condition: Callable[[dict[str, Any]], object]) -> None:
+    """Wait until the status of a shadow fulfils a condition."""
     until(lambda: condition(status(capsys, url)))
 
 
@@ -50,7 +50,7 @@ SHADOWS: dict[str, list[tuple[str, list[str]]]] = {  # addresses and options
 
 @pytest.mark.parametrize("way", SHADOWS)
 def test_the_job_is_killed(tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str], way: str) -> None:
-    """SIGKILL at a random moment: the shadow has a step that the job had told of, and the job goes on from it."""
+    """SIGKILL at a random time: the shadow has a step that the job had reported, and the job continues from it."""
     torch.set_num_threads(1)
     seed, name = list(SHADOWS).index(way), f"test-{secrets.token_hex(8)}"
     urls = [processes.shadow(*options, listen=listen.format(name=name))[1] for listen, options in SHADOWS[way]]
@@ -58,25 +58,25 @@ def test_the_job_is_killed(tmp_path: Path, processes: Processes, capsys: pytest.
     job = processes.start("-m", "tests.training.shadow.trainer", tmp_path / "run", 100_000, url)
     assert job.stdout is not None
     for _ in range(random.Random(seed).randrange(1, 60)):
-        told = int(job.stdout.readline())
+        reported = int(job.stdout.readline())
     for each in urls:
-        until_told(capsys, each, lambda found: found["step"])  # the job may be ahead of its own threads
+        until_status(capsys, each, lambda found: found["step"])  # the job may be ahead of its own threads
     time.sleep(random.Random(seed).random() * 0.02)
     job.kill()
     job.wait()
     whole_lines = job.stdout.read().rpartition("\n")[0]
-    told = max([told, *map(int, whole_lines.split())])
+    reported = max([reported, *map(int, whole_lines.split())])
     log = tmp_path / "run" / "log"
     log.rename(tmp_path / "out-of-reach")  # the shadow alone has to do
     for each in urls:
-        until_told(capsys, each, lambda found: not found["feeds"])
-        until_told(capsys, each, lambda found: len(urls) > 1 or not found["pending_bytes"])
+        until_status(capsys, each, lambda found: not found["feeds"])
+        until_status(capsys, each, lambda found: len(urls) > 1 or not found["pending_bytes"])
         assert status(capsys, each)["condition"] == "live"
     assert run_command(["convert", url, str(tmp_path / "resumed")]) == 0
     resumed = ucp.open(tmp_path / "resumed").index
     step = resumed.step
     assert step is not None
-    assert 0 < step <= told + 1
+    assert 0 < step <= reported + 1
     net, optimizer, state = expected(step)
     assert_same(state_of(resumed), state)
     again, its = trainer.build()
@@ -86,7 +86,7 @@ def test_the_job_is_killed(tmp_path: Path, processes: Processes, capsys: pytest.
 
 
 def test_the_shadow_is_killed(tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
-    """Training goes on and ends well; another shadow, at the same name, has everything from the log."""
+    """Training continues; another shadow at the same address gets everything from the log."""
     torch.set_num_threads(1)
     name = f"shm://test-{secrets.token_hex(8)}"
     shadow, url = processes.shadow(listen=name)
@@ -105,7 +105,7 @@ def test_the_shadow_is_killed(tmp_path: Path, processes: Processes, capsys: pyte
     assert_same(state_of(ucp.open(tmp_path / "end").index), expected(120)[2])
 
 
-def test_it_ends_when_it_is_told_to(tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shadow_ends_on_sigterm(tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
     net, optimizer = trainer.build()
     with ucp.record(tmp_path / "run", net, optimizer) as recorder:
         trainer.step(net, optimizer, 1)
@@ -113,7 +113,7 @@ def test_it_ends_when_it_is_told_to(tmp_path: Path, processes: Processes, capsys
         shadow, url = processes.shadow("--log", tmp_path / "run")
         assert run_command(["shadow", "status", url]) == 0
         assert "live: step 1, 0 behind" in capsys.readouterr().out
-        shadow.send_signal(signal.SIGUSR1)  # which it was given no place for: it goes on
+        shadow.send_signal(signal.SIGUSR1)  # without --save: it continues
         assert run_command(["shadow", "status", url]) == 0
         shadow.send_signal(signal.SIGTERM)
         assert shadow.wait(300) == 0
@@ -121,8 +121,8 @@ def test_it_ends_when_it_is_told_to(tmp_path: Path, processes: Processes, capsys
     assert "cannot be reached" in capsys.readouterr().err
 
 
-def test_a_signal_takes_a_checkpoint(tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
-    """At a step, while the job goes on; twice, and once more of the same step."""
+def test_sigusr1_saves_a_checkpoint(tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+    """While the job continues: twice, and once more for the same step."""
     torch.set_num_threads(1)
     net, optimizer = trainer.build()
     shadow, url = processes.shadow("--save", tmp_path / "kept")
@@ -130,7 +130,7 @@ def test_a_signal_takes_a_checkpoint(tmp_path: Path, processes: Processes, capsy
         for step in (1, 2, 3):
             trainer.step(net, optimizer, step)
             recorder.flush()
-            until_told(capsys, url, lambda found, step=step: found["step"] == step)
+            until_status(capsys, url, lambda found, step=step: found["step"] == step)
             if step != 2:
                 shadow.send_signal(signal.SIGUSR1)
                 until((tmp_path / f"kept/step-{step}").exists)
@@ -156,6 +156,6 @@ def test_a_signal_takes_a_checkpoint(tmp_path: Path, processes: Processes, capsy
         (["--log", "nowhere", "--shard", "1/2", "--save", "kept"], "one shard is not a checkpoint"),
     ],
 )
-def test_what_cannot_be_a_shadow(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert run_command(["shadow", *arguments]) in (2, 3, 5)
     assert message in capsys.readouterr().err

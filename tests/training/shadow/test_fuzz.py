@@ -1,4 +1,4 @@
-"""Whatever a peer sends to a running shadow, it stays small, alive and right: thousands of lies, from fixed seeds."""
+"""Whatever a peer sends to a running shadow, it stays small, alive and correct: thousands of random messages."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ GROWTH = 96 << 20  # bytes that a shadow may grow by, whatever is claimed: one l
 
 
 class Target:
-    """A shadow in a process of its own that has followed a job, and what a peer would know of it."""
+    """A shadow in a separate process that has followed a job, and what a peer knows about it."""
 
     def __init__(self, process: subprocess.Popen[str], url: str, run: Path) -> None:
         self.process, self.url = process, url
         self.port = parse_address(url).port
         epoch = run / "log" / "epoch-000000"
-        self.told = json.loads((epoch / "manifest.json").read_bytes())
-        self.manifest = EpochManifest.from_json(self.told)
+        self.manifest_json = json.loads((epoch / "manifest.json").read_bytes())
+        self.manifest = EpochManifest.from_json(self.manifest_json)
         (segment,) = (epoch / "stream-00000").iterdir()
         data = segment.read_bytes()
         self.salt = SegmentHeader.unpack(data[:SEGMENT_BYTES]).salt
@@ -57,20 +57,20 @@ class Target:
         return sock
 
     def peak(self) -> int:
-        """The most memory that the process has had, in bytes."""
-        told = Path(f"/proc/{self.process.pid}/status").read_text()
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", told)[1])  # type: ignore[index]
+        """The peak memory of the process, in bytes."""
+        status_file = Path(f"/proc/{self.process.pid}/status").read_text()
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status_file)[1])  # type: ignore[index]
 
 
 @pytest.fixture
 def processes() -> Iterator[Processes]:
-    made = Processes(quiet=True)  # it says what it refuses, which is a lot here
+    made = Processes(quiet=True)  # it reports what it refuses, which is a lot here
     yield made
     made.end()
 
 
 def _garbage(target: Target, chance: random.Random) -> None:
-    """Bytes of no meaning, before the handshake and after it."""
+    """Random bytes, before or after the handshake."""
     with target.connect() as sock:
         if chance.random() < 0.7:
             start_handshake(sock, b"")
@@ -78,7 +78,7 @@ def _garbage(target: Target, chance: random.Random) -> None:
 
 
 def _length(target: Target, chance: random.Random) -> None:
-    """A length that is too long, or not followed by as many bytes."""
+    """A length that is too large, or not followed by that number of bytes."""
     with target.connect() as sock:
         start_handshake(sock, b"")
         sock.sendall(struct.pack("<I", chance.choice([0, 1, 1 << 16, 1 << 28, (1 << 29) - 1, 1 << 29, 2**32 - 1])))
@@ -86,13 +86,13 @@ def _length(target: Target, chance: random.Random) -> None:
 
 
 def _value(chance: random.Random) -> Any:
-    """Something that JSON can say."""
+    """A random JSON value."""
     some = [None, True, -1, 0, 3, 2**63, 10**30, 1e308, "", "x", "master", "../..", [], {}, [[]], {"a": []}, "9" * 5000]
     return chance.choice(some)
 
 
 def _question(target: Target, chance: random.Random) -> None:
-    """Questions of all kinds with fields that are none."""
+    """Queries of all kinds with invalid fields."""
     with target.connect() as sock:
         start_handshake(sock, b"")
         for _ in range(6):
@@ -107,9 +107,9 @@ def _question(target: Target, chance: random.Random) -> None:
 
 
 def _manifest(target: Target, chance: random.Random) -> None:
-    """A manifest with one thing in it that is another."""
-    told = json.loads(json.dumps(target.told))
-    place: Any = told
+    """A manifest with one changed value."""
+    changed = json.loads(json.dumps(target.manifest_json))
+    place: Any = changed
     while True:
         key = chance.choice(list(place) if isinstance(place, dict) else range(len(place)))
         if isinstance(place[key], dict | list) and place[key] and chance.random() < 0.8:
@@ -117,16 +117,16 @@ def _manifest(target: Target, chance: random.Random) -> None:
             continue
         place[key] = _value(chance)
         break
-    if told == target.told or told.get("epoch") == 3:
+    if changed == target.manifest_json or changed.get("epoch") == 3:
         return
     with target.connect() as sock:
         start_handshake(sock, b"")
-        send_json(sock, {"ask": "feed", "manifest": told, "stream": 0, "run": None})
+        send_json(sock, {"ask": "feed", "manifest": changed, "stream": 0, "run": None})
         receive_json(sock, 1 << 26)
 
 
 def _frame(target: Target, chance: random.Random) -> None:
-    """A frame whose header is right in itself and says what is not so, or whose bytes are others."""
+    """A frame whose header is well-formed but wrong, or whose payload differs."""
     wanted = target.frames[-1][0].lsn + 1
     header, payload = chance.choice(target.frames)
     header = replace(header, offset=SEGMENT_BYTES)
@@ -142,8 +142,8 @@ def _frame(target: Target, chance: random.Random) -> None:
         lambda: {"lsn": wanted, "checksum": chance.randrange(2**63)},
         lambda: {"lsn": wanted, "type": FrameType.GRAD, "length": chance.choice(big)},
     ]
-    told = replace(header, **chance.choice(changes)())
-    if told.lsn == wanted and told.checksum == header.checksum and told.length == header.length:
+    changed = replace(header, **chance.choice(changes)())
+    if changed.lsn == wanted and changed.checksum == header.checksum and changed.length == header.length:
         return  # which is true
     if chance.random() < 0.5 and payload:
         spoiled = bytearray(payload)
@@ -152,13 +152,13 @@ def _frame(target: Target, chance: random.Random) -> None:
         payload = bytes(spoiled)
     with target.connect() as sock:
         start_handshake(sock, b"")
-        send_json(sock, {"ask": "feed", "manifest": target.told, "stream": 0, "run": None, "oldest": 0})
+        send_json(sock, {"ask": "feed", "manifest": target.manifest_json, "stream": 0, "run": None, "oldest": 0})
         receive_json(sock, 1 << 20)
         segment = SegmentHeader(0, 0, 0, 5, target.manifest.stream(0).hash(), 0)
-        sock.sendall(segment.pack() + told.pack(5) + payload + chance.randbytes(chance.choice([0, 64, 5000])))
+        sock.sendall(segment.pack() + changed.pack(5) + payload + chance.randbytes(chance.choice([0, 64, 5000])))
 
 
-LIES: dict[str, Callable[[Target, random.Random], None]] = {
+MESSAGES: dict[str, Callable[[Target, random.Random], None]] = {
     "garbage": _garbage,
     "lengths": _length,
     "questions": _question,
@@ -167,7 +167,7 @@ LIES: dict[str, Callable[[Target, random.Random], None]] = {
 }
 
 
-def test_thousands_of_lies(tmp_path: Path, processes: Processes) -> None:
+def test_thousands_of_malformed_messages(tmp_path: Path, processes: Processes) -> None:
     torch.set_num_threads(1)
     net, optimizer = trainer.build()
     process, url = processes.shadow()
@@ -179,11 +179,11 @@ def test_thousands_of_lies(tmp_path: Path, processes: Processes) -> None:
         target = Target(process, url, tmp_path / "run")
         assert len(target.frames) >= 3 * STEPS
         before = target.peak()
-        for name, lie in LIES.items():
+        for name, send_message in MESSAGES.items():
             chance = random.Random(name)
             for _ in range(400):
                 with contextlib.suppress(RefusedError, ConnectionError):  # it has hung up
-                    lie(target, chance)
+                    send_message(target, chance)
             assert process.poll() is None
             assert status(url)["step"] == STEPS, name
             assert target.peak() - before < GROWTH, name
@@ -194,8 +194,8 @@ def test_thousands_of_lies(tmp_path: Path, processes: Processes) -> None:
     assert_same(state_of(ucp.open(tmp_path / "end").index), expected(STEPS + 3)[2])
 
 
-def test_more_peers_than_there_are_files(processes: Processes) -> None:
-    """Connections that say nothing use all files of the process up; when they are gone it lets others in again."""
+def test_more_connections_than_file_descriptors(processes: Processes) -> None:
+    """Silent connections use up all file descriptors; when they are closed, others are accepted again."""
     process, url = processes.shadow()
     port = parse_address(url).port
     used = len(list(Path(f"/proc/{process.pid}/fd").iterdir()))

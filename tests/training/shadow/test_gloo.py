@@ -1,4 +1,4 @@
-"""A shadow over torch.distributed: the frames go through groups of gloo, apart from the job's own."""
+"""A shadow over torch.distributed: frames are sent through gloo groups, separate from those of the job."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_step_of_a_job_over_gloo(tmp_path: Path, pairs: list[Pair]) -> None:
-    """Cut once: the job calls again. Who asks for the state goes to another door."""
+    """Interrupted once: the job reconnects. Queries for the state use another server."""
     pairs.append(Pair(address=HERE))
-    door = ShadowServer(pairs[0].shadow, ShadowAddress("127.0.0.1", 0))
+    server = ShadowServer(pairs[0].shadow, ShadowAddress("127.0.0.1", 0))
     job = Job(tmp_path / "run", to=pairs[0].url)
     for feed in pairs[0].shadow.follower.feeds.values():  # type: ignore[union-attr]
         feed.tail = None
@@ -40,17 +40,17 @@ def test_every_step_of_a_job_over_gloo(tmp_path: Path, pairs: list[Pair]) -> Non
         wait_for(pairs[0].shadow, step)
         assert_same(state_of(held(pairs[0].shadow)), job.history[step])
         if step == 3:
-            pairs[0].door.disconnect_all()
+            pairs[0].server.disconnect_all()
     assert status(pairs[0].url)["step"] == 5
     with pytest.raises(UcpError, match="only receives frames and returns its status"):
         ucp.open(pairs[0].url)
-    assert_same(state_of(ucp.open(str(door.address)).index), job.history[5])
+    assert_same(state_of(ucp.open(str(server.address)).index), job.history[5])
     job.recorder.close()
-    door.close()
+    server.close()
     assert job.shadow_stats()["dropped"] == 0
 
 
-def test_only_who_knows_the_token_is_let_in(tmp_path: Path, pairs: list[Pair]) -> None:
+def test_only_peers_with_the_token_are_accepted(tmp_path: Path, pairs: list[Pair]) -> None:
     token = tmp_path / "token"
     token.write_text("a secret of some length")
     token.chmod(0o600)
@@ -65,8 +65,8 @@ def test_only_who_knows_the_token_is_let_in(tmp_path: Path, pairs: list[Pair]) -
         ShadowServer(pairs[0].shadow, parse_address("gloo://0.0.0.0:0"))
 
 
-def test_bytes_in_order_and_messages_that_lie() -> None:
-    """Long ones go as several; one that claims too much is not read; who leaves is noticed."""
+def test_bytes_arrive_in_order_and_wrong_sizes_are_refused() -> None:
+    """Long data is sent as several messages; wrong sizes are refused; a disconnect is detected."""
     listener = GlooListener(HERE)
     address = ShadowAddress("127.0.0.1", listener.port, None, "gloo")
     data = bytes(range(256)) * 20_000  # more than one message
@@ -96,7 +96,7 @@ def test_bytes_in_order_and_messages_that_lie() -> None:
         listener.accept()
 
 
-def test_nobody_is_there(tmp_path: Path) -> None:
+def test_no_shadow_is_listening(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"gloo://127.0.0.1:{free.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""Steps that go to the shadow alone: without a log; a shadow that has missed too many frames becomes stale."""
+"""Steps that are sent only to a shadow, without a log; a shadow that has missed too many frames becomes stale."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ucp.training.shadow.protocol import ShadowAddress
 
 
 class Alone(Job):
-    """A job without a log, which goes on from a checkpoint or from what the shadow holds."""
+    """A job without a log, which continues from a checkpoint or from the state of the shadow."""
 
     def __init__(self, to: Any, base: Path | None, load: Path | None = None) -> None:
         self.build(33)
@@ -28,14 +28,14 @@ class Alone(Job):
 
 @pytest.fixture
 def beginning(tmp_path: Path) -> Path:
-    """A checkpoint of the state that the jobs here begin with."""
+    """A checkpoint of the initial state of the jobs here."""
     made = Job(tmp_path / "made")
     made.recorder.close()
     return tmp_path / "made" / "base" / "base-000000" / "atoms"
 
 
-def test_the_shadow_alone_has_every_step(tmp_path: Path, pairs: list[Pair], beginning: Path) -> None:
-    """Nothing is written. A job that begins again with what the shadow gave goes on, and so does the shadow."""
+def test_without_a_log_the_shadow_has_every_step(tmp_path: Path, pairs: list[Pair], beginning: Path) -> None:
+    """Nothing is written. A job that restarts from the shadow's state continues, and so does the shadow."""
     pairs.append(Pair())
     before = sorted(tmp_path.rglob("*"))
     job = Alone(pairs[0].url, beginning)
@@ -59,17 +59,17 @@ def test_the_shadow_alone_has_every_step(tmp_path: Path, pairs: list[Pair], begi
     again.recorder.close()
 
 
-def test_a_shadow_that_has_missed_too_much(
+def test_a_shadow_that_has_missed_too_many_frames(
     tmp_path: Path, pairs: list[Pair], beginning: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It cannot begin with the base, and is not made to try again and again. A new base helps."""
+    """It cannot start from the base, and does not retry. A new base helps."""
     monkeypatch.setattr(settings, "SHADOW_RETRY_SECONDS", 0.05)
     monkeypatch.setattr(settings, "SHADOW_QUEUE_BYTES", 16 * 1024)
     first = Pair()
     job = Alone(first.url, beginning)
     job.train(2)
     wait_for(first.shadow, 2)
-    address = first.door.address
+    address = first.server.address
     first.close()
     while not job.shadow_stats()["dropped"]:
         job.train(5)
@@ -87,8 +87,8 @@ def test_a_shadow_that_has_missed_too_much(
     again.recorder.close()
 
 
-def test_a_cut_that_was_too_long(pairs: list[Pair], beginning: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shadow keeps the step that it has, and says why it cannot go on."""
+def test_an_interruption_that_was_too_long(pairs: list[Pair], beginning: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shadow keeps its step, and reports why it cannot continue."""
     monkeypatch.setattr(settings, "SHADOW_QUEUE_BYTES", 16 * 1024)
     pairs.append(Pair())
     job = Alone(pairs[0].url, beginning)
@@ -100,21 +100,21 @@ def test_a_cut_that_was_too_long(pairs: list[Pair], beginning: Path, monkeypatch
     monkeypatch.setattr(settings, "SHADOW_RETRY_SECONDS", 600)
     elsewhere = ShadowAddress("127.0.0.1", 1)
     real, sink.address = sink.address, elsewhere
-    pairs[0].door.disconnect_all()
+    pairs[0].server.disconnect_all()
     while not job.shadow_stats()["dropped"]:
         job.train(5)
         job.recorder.flush()
     sink.address = real
     with pytest.raises(UcpError, match="it has no log"):
         sink._connect()
-    told = pairs[0].shadow.status()
-    assert (told["condition"], told["step"]) == ("stale", 2)
-    assert "it has no log" in told["reason"]
+    found = pairs[0].shadow.status()
+    assert (found["condition"], found["step"]) == ("stale", 2)
+    assert "it has no log" in found["reason"]
     assert_same(state_of(held(pairs[0].shadow)), job.history[2])
     job.recorder.close()
 
 
-def test_what_cannot_be_without_a_log(pairs: list[Pair], beginning: Path) -> None:
+def test_options_that_need_a_log_are_refused(pairs: list[Pair], beginning: Path) -> None:
     pairs.append(Pair())
     job = Job.__new__(Job)
     job.build(33)

@@ -20,7 +20,7 @@ def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
-    """Take step `number` (from 1); gives the loss before it."""
+    """Take step `number` (from 1); returns the loss before it."""
     for group in optimizer.param_groups:
         group["lr"] = 1e-2 * 0.99**number
     data = torch.randn(16, 24, generator=torch.Generator().manual_seed(number))

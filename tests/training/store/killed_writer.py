@@ -20,31 +20,31 @@ from ucp.formats.store.generations import find_generations, positional_reader, r
 from ucp.training.store import Store, load_store
 
 
-def write_for_ever(path: Path, told: int) -> None:
+def write_forever(path: Path, pipe: int) -> None:
     store = Store.open(path)
-    os.write(told, struct.pack("<q", 0))  # it has begun
+    os.write(pipe, struct.pack("<q", 0))  # it has started
     while True:
         fill(store, store.sequence + 1, wait=10.0)
-        os.write(told, struct.pack("<q", store.commit()))
+        os.write(pipe, struct.pack("<q", store.commit()))
 
 
 def kill_one(path: Path, chance: random.Random, seconds: float) -> int:
-    """Kill a writer somewhere in a generation; the last one that it said was committed (0: none).
+    """Kill a writer somewhere in a generation; returns the last one that it reported as committed (0: none).
 
     Up to two generations are waited for, so that a slow machine sees as many as a fast one. `seconds` is about what one
     takes.
     """
-    ours, told = os.pipe()
+    ours, theirs = os.pipe()
     writer = os.fork()
     if writer == 0:
         os.close(ours)
         try:
-            write_for_ever(path, told)
+            write_forever(path, theirs)
         finally:
             os._exit(1)
-    os.close(told)
+    os.close(theirs)
     last = 0
-    for _ in range(1 + chance.randrange(3)):  # the first says that it has begun
+    for _ in range(1 + chance.randrange(3)):  # the first one reports the start
         last = int.from_bytes(os.read(ours, 8), "little")
     time.sleep(chance.uniform(0, seconds))
     os.kill(writer, signal.SIGKILL)
@@ -66,13 +66,13 @@ def main() -> None:
     seen: dict[str, Any] = {"kills": 0, "wrong": [], "in the middle": 0, "uncommitted": 0, "generations": 0}
     before = 3
     for _ in range(kills):
-        told = kill_one(path, chance, seconds)
+        reported = kill_one(path, chance, seconds)
         loaded = load_store(path)
         loaded.check()
         if not is_of_one_step(loaded):
             seen["wrong"].append(f"step {loaded.step} is a mixture")
-        if not max(before, told) <= loaded.sequence <= max(before, told) + 1 or loaded.sequence != loaded.step:
-            seen["wrong"].append(f"generation {loaded.sequence} after {before}, {told}")
+        if not max(before, reported) <= loaded.sequence <= max(before, reported) + 1 or loaded.sequence != loaded.step:
+            seen["wrong"].append(f"generation {loaded.sequence} after {before}, {reported}")
         before = loaded.sequence
         del loaded
         fd = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Stores for tests: what an atom holds follows from its number and the step, so that a mixture shows."""
+"""Stores for tests: the bytes of an atom follow from its number and the step, so that a mixture is detected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def schema(**options: Any) -> StoreSchema:
 
 
 def content(number: int, entry: StoreEntry, step: int) -> bytes:
-    """What atom `number` holds after `step`: every byte differs from that of the step before."""
+    """The bytes of atom `number` after `step`: every byte differs from that of the previous step."""
     at = np.arange(entry.nbytes, dtype=np.uint32)
     return bytes(((at * 31 + number * 17 + step * 101) % 251).astype(np.uint8).data)
 
@@ -41,7 +41,7 @@ def fill(store: Any, step: int, wait: float = 0.0) -> None:
 
 
 def is_of_one_step(loaded: Any) -> bool:
-    """Whether every atom of a loaded generation is that of its step."""
+    """Whether every atom of a loaded generation has the bytes of its step."""
     return all(
         loaded.array(entry.name, entry.kind).tobytes() == content(number, entry, loaded.step)
         for number, entry in enumerate(ENTRIES)

@@ -1,4 +1,4 @@
-"""Crashes: kill -9 of real writers at random instants, and power cuts that keep any part of what was not durable."""
+"""Crashes: kill -9 of real writers at random times, and power cuts that keep any part of what was not durable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stores need Lin
 
 
 @pytest.mark.parametrize("kills, where", [(60, "disk"), (140, "memory")])
-def test_a_killed_writer_leaves_one_whole_generation(tmp_path: Path, kills: int, where: str) -> None:
+def test_a_killed_writer_leaves_a_complete_generation(tmp_path: Path, kills: int, where: str) -> None:
     if where == "memory" and not os.access(SHARED_MEMORY, os.W_OK):
         pytest.skip("/dev/shm is not writable: mount a tmpfs there")
     folder = Path(tempfile.mkdtemp(dir=SHARED_MEMORY if where == "memory" else tmp_path))
@@ -58,14 +58,14 @@ class PowerCutError(Exception):
 
 
 class Cut:
-    """Memory in front of a disk. After some waits the power goes: of what was not there yet, any part is."""
+    """Memory in front of a disk. After some syncs the power is cut: of what was not durable, any part is kept."""
 
     SECTOR = 512
 
     def __init__(
         self, disk: bytearray, waits: int, chance: random.Random, share: float, lies: Container[int] = ()
     ) -> None:
-        """The waits of these numbers (from the last before the cut, backwards) only say that the disk has it all."""
+        """The syncs of these numbers (counted backwards from the cut) do nothing."""
         self.disk = disk
         self.view = memoryview(bytearray(disk))
         self._left, self._chance, self._share, self._lies = waits, chance, share, lies
@@ -107,11 +107,11 @@ def new_disk(slots: int) -> tuple[bytearray, StoreFile]:
     share=st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]),
     seed=st.integers(0, 2**32),
 )
-def test_a_power_cut_leaves_one_whole_generation(slots: int, cuts: list[int], share: float, seed: int) -> None:
+def test_a_power_cut_leaves_a_complete_generation(slots: int, cuts: list[int], share: float, seed: int) -> None:
     disk, shape = new_disk(slots)
     chance = random.Random(seed)
     last = 0
-    for waits in cuts:  # after each the job goes on with what the disk has
+    for waits in cuts:  # after each the job continues with the contents of the disk
         committed = last
         try:
             store = Store(Cut(disk, waits, chance, share), shape)
@@ -137,7 +137,7 @@ def test_a_power_cut_leaves_one_whole_generation(slots: int, cuts: list[int], sh
 
 
 def is_whole(loaded: LoadedGeneration) -> bool:
-    """Whether its own digests say so."""
+    """Whether its own digests match."""
     try:
         loaded.check()
     except IntegrityError:
@@ -153,8 +153,8 @@ def is_whole(loaded: LoadedGeneration) -> bool:
     share=st.sampled_from([0.0, 0.5, 0.9]),
     seed=st.integers(0, 2**32),
 )
-def test_a_disk_that_lies_is_found_out(slots: int, waits: int, lie: int, share: float, seed: int) -> None:
-    """One wait did not wait, and the power went: what is there is whole, or its digests say that it is not."""
+def test_a_disk_that_ignores_syncs_is_detected(slots: int, waits: int, lie: int, share: float, seed: int) -> None:
+    """One sync did nothing before the power cut: the generation is complete, or its digests show that it is not."""
     disk, shape = new_disk(slots)
     with contextlib.suppress(PowerCutError):
         store = Store(Cut(disk, waits, random.Random(seed), share, lies={lie}), shape)
@@ -173,7 +173,7 @@ def test_a_disk_that_lies_is_found_out(slots: int, waits: int, lie: int, share: 
                 for at in [shape.layout.atom_at(header.slot, number)]
             )
             assert whole == is_whole(load_store(path, step=header.step)), header
-        with Store.open(path) as again:  # and the job goes on
+        with Store.open(path) as again:  # and the job continues
             fill(again, 99)
             again.commit()
         assert is_of_one_step(load_store(path))

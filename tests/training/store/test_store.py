@@ -1,4 +1,4 @@
-"""A store in one process: bits come back, slots are held and reused, and mistakes are named."""
+"""A store in one process: contents are restored, slots are leased and reused, and errors name the mistake."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ucp.training.store import Store, load_store
 torch = pytest.importorskip("torch")
 
 
-def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_every_dtype_is_restored_bit_for_bit(tmp_path: Path) -> None:
     torch.manual_seed(1)
     tensors = {
         "a": {"weight": torch.randn(300, 500).bfloat16(), "exp_avg": torch.randn(300, 500), "step": torch.tensor(7.0)},
@@ -65,7 +65,7 @@ def test_loading_copies_nothing(tmp_path: Path) -> None:
     assert array[5, 5] == 3.0
 
 
-def test_generations_take_turns_and_older_ones_can_be_had(tmp_path: Path) -> None:
+def test_slots_alternate_and_older_generations_can_be_loaded(tmp_path: Path) -> None:
     with Store.create(tmp_path / "store", schema(), slots=3) as store:
         for step in range(1, 8):
             fill(store, step)
@@ -80,7 +80,7 @@ def test_generations_take_turns_and_older_ones_can_be_had(tmp_path: Path) -> Non
         assert "7, 6, 5" in str(caught.value)
 
 
-def test_views_are_the_slot_itself(tmp_path: Path) -> None:
+def test_views_are_views_of_the_slot(tmp_path: Path) -> None:
     with Store.create(tmp_path / "store", StoreSchema.of({"a": {"weight": np.zeros(5000, np.float32)}})) as store:
         store.begin(1)
         store.view("a", "weight").view(np.float32)[:] = np.arange(5000)
@@ -90,7 +90,7 @@ def test_views_are_the_slot_itself(tmp_path: Path) -> None:
     assert np.array_equal(loaded["a", "weight"], np.arange(5000, dtype=np.float32))
 
 
-def test_the_root_is_never_overwritten_and_readers_hold_what_they_read(tmp_path: Path) -> None:
+def test_the_newest_generation_and_leased_ones_are_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with Store.create(path, schema()) as store:
         for step in (1, 2):
@@ -116,7 +116,7 @@ def test_the_root_is_never_overwritten_and_readers_hold_what_they_read(tmp_path:
     Store.open(path).close()
 
 
-def test_a_generation_that_is_given_up_changes_nothing(tmp_path: Path) -> None:
+def test_an_aborted_generation_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with Store.create(path, schema()) as store:
         fill(store, 1)
@@ -132,7 +132,7 @@ def test_a_generation_that_is_given_up_changes_nothing(tmp_path: Path) -> None:
         assert store.commit() == 2
 
 
-def test_mistakes_are_named(tmp_path: Path) -> None:
+def test_errors_name_the_mistake(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with pytest.raises(StorageError):
         Store.create(tmp_path / "no" / "folder", schema())
@@ -170,7 +170,7 @@ def made(path: Path, steps: int = 3) -> None:
             store.commit()
 
 
-def test_damage_is_found_or_passed_by(tmp_path: Path) -> None:
+def test_damage_is_detected_or_an_older_generation_is_used(tmp_path: Path) -> None:
     made(tmp_path / "whole")
     superblock, header, atom = root_offsets(tmp_path / "whole")
     for at, what in ((100, "head"), (3 * 4096 + 5, "schema")):
@@ -202,7 +202,7 @@ def test_damage_is_found_or_passed_by(tmp_path: Path) -> None:
         load_store(tmp_path / "other")
 
 
-def test_both_superblocks_gone_is_said(tmp_path: Path) -> None:
+def test_the_loss_of_both_superblocks_is_reported(tmp_path: Path) -> None:
     made(tmp_path / "store")
     flip_bit(tmp_path / "store", 4096)
     flip_bit(tmp_path / "store", 8192)
@@ -210,7 +210,7 @@ def test_both_superblocks_gone_is_said(tmp_path: Path) -> None:
         load_store(tmp_path / "store")
 
 
-def test_the_number_of_atoms_is_that_of_the_schema(tmp_path: Path) -> None:
+def test_the_number_of_atoms_must_match_the_schema(tmp_path: Path) -> None:
     made(tmp_path / "store")
     loaded = load_store(tmp_path / "store")
     assert list(loaded) == [(entry.name, entry.kind) for entry in ENTRIES]

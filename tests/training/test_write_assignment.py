@@ -1,4 +1,4 @@
-"""Many ranks, one file: whatever each holds, the file is the whole, and the digests tile it."""
+"""Many ranks write one file: whatever each holds, the file is complete, and the digests tile it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ torch = pytest.importorskip("torch")
 
 
 @given(data=st.data())
-def test_any_cut_over_any_ranks_makes_the_whole(data: st.DataObject) -> None:
+def test_any_split_over_any_ranks_writes_the_whole_atom(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     held = regions_of(data.draw(cuts(shape)), shape)
     copies = data.draw(st.integers(1, 3))
@@ -62,7 +62,7 @@ def test_any_cut_over_any_ranks_makes_the_whole(data: st.DataObject) -> None:
         settings.SLAB_BYTES, settings.COPY_TASK_BYTES = before
 
 
-def test_what_many_hold_is_shared_among_them() -> None:
+def test_replicas_are_divided_among_their_ranks() -> None:
     assignment = WriteAssignment.for_ranks(3)
     shape = (3 * settings.SLAB_BYTES,)
     assignment.add("large", shape, 4, 0, 0, [WriteCandidate(rank, 0, Region.all_of(shape)) for rank in range(3)])
@@ -87,6 +87,6 @@ def test_padding_is_not_written(tmp_path: Path) -> None:
     assert path.read_bytes() == values[:5].tobytes()
 
 
-def test_a_rank_that_is_missing_is_noticed() -> None:
+def test_a_missing_rank_is_detected() -> None:
     with pytest.raises(InconsistentError, match="parameter p: the ranks hold 4 of 8 elements"):
         WriteAssignment.for_ranks(2).add("p", (8,), 4, 0, 0, [WriteCandidate(0, 0, Region.of([Box((0,), (4,))]))])

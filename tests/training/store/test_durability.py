@@ -1,4 +1,4 @@
-"""How a store is made durable: what the kernel and the machine's libraries offer decides.
+"""How a store is made durable, depending on the kernel and the installed libraries.
 
 No machine of a test has persistent memory: that the kernel takes `MAP_SYNC` is pretended, all behind it is real.
 """
@@ -32,7 +32,7 @@ def mapped(path: Path) -> MappedFile:
 
 
 def is_persisted(path: Path) -> bool:
-    """Write and persist ranges that begin and end anywhere; is that what the file has?"""
+    """Write and persist ranges that begin and end anywhere; returns whether the file contains them."""
     made = mapped(path)
     ranges = [(100, 110), (4090, 4100), (SIZE - 3, SIZE)]
     for start, stop in ranges:
@@ -43,7 +43,7 @@ def is_persisted(path: Path) -> bool:
     return all(data[start:stop] == bytes(range(1, stop - start + 1)) for start, stop in ranges)
 
 
-def test_memory_of_the_system_is_synced() -> None:
+def test_shared_memory_is_synced() -> None:
     folder = Path("/dev/shm")
     if not folder.is_dir():
         pytest.skip("/dev/shm does not exist: mount a tmpfs there")
@@ -56,7 +56,7 @@ def test_memory_of_the_system_is_synced() -> None:
         path.unlink(missing_ok=True)
 
 
-def test_msync_takes_ranges_that_are_no_pages(tmp_path: Path) -> None:
+def test_msync_of_ranges_that_are_not_page_aligned(tmp_path: Path) -> None:
     assert is_persisted(tmp_path / "store")
 
 

@@ -1,4 +1,4 @@
-"""Several shadows of one job, each with a share of the state: together they are one checkpoint of one step."""
+"""Several shadows of one job, each with a shard of the state: together they are one checkpoint of one step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ucp.training.shadow.step_assembler import stream_shards
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of a few hundred elements are cut."""
+    """Split tensors of a few hundred elements."""
     monkeypatch.setattr(settings, "LOG_BLOCK_ELEMENTS", 64)
 
 
@@ -41,8 +41,8 @@ def urls(pairs: list[Pair]) -> str:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_every_step_from_all_shares(tmp_path: Path, pairs: list[Pair], count: int) -> None:
-    """Over the wire alone. Each holds a part of the memory, is sent a part of the gradients, and all give one step."""
+def test_every_step_from_all_shards(tmp_path: Path, pairs: list[Pair], count: int) -> None:
+    """Without the log: each has a part of the state, gets a part of the gradients, and all together are one step."""
     pairs += shards(count)
     whole = Pair()
     pairs.append(whole)
@@ -63,11 +63,11 @@ def test_every_step_from_all_shares(tmp_path: Path, pairs: list[Pair], count: in
     job.recorder.flush()
     other.recorder.flush()
     wait_for(whole.shadow, 5)
-    told = [status(pair.url) for pair in pairs]
-    assert [one["share"] for one in told] == [*([number + 1, count] for number in range(count)), [1, 1]]
-    everything = told[-1]["state_bytes"]
-    assert sum(one["state_bytes"] for one in told[:-1]) == everything
-    assert all(abs(one["state_bytes"] - everything / count) < 0.2 * everything for one in told[:-1])
+    found = [status(pair.url) for pair in pairs]
+    assert [one["share"] for one in found] == [*([number + 1, count] for number in range(count)), [1, 1]]
+    everything = found[-1]["state_bytes"]
+    assert sum(one["state_bytes"] for one in found[:-1]) == everything
+    assert all(abs(one["state_bytes"] - everything / count) < 0.2 * everything for one in found[:-1])
     sent = job.shadow_stats()["shadows"]
     assert all(sent[pair.url]["bytes"] < other.shadow_stats()["bytes"] for pair in pairs[:count])
     job.recorder.close()
@@ -77,8 +77,8 @@ def test_every_step_from_all_shares(tmp_path: Path, pairs: list[Pair], count: in
     assert_same(state_of(ucp.open(tmp_path / "out").index), job.history[5])
 
 
-def test_a_share_that_has_come_less_far(tmp_path: Path, pairs: list[Pair]) -> None:
-    """The job is gone, and the last steps have reached one of the shadows only: the other can give an older one."""
+def test_a_shard_that_is_behind(tmp_path: Path, pairs: list[Pair]) -> None:
+    """The job is gone, and the last steps have reached only one of the shadows: an older step is read."""
     pairs += shards(2)
     job = Job(tmp_path / "run", to=urls(pairs))
     for pair in pairs:
@@ -100,10 +100,8 @@ def test_a_share_that_has_come_less_far(tmp_path: Path, pairs: list[Pair]) -> No
     job.recorder.close()
 
 
-def test_shares_that_cannot_be_brought_together(
-    tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One has gone on too far, the other cannot follow. It is waited for, and then said."""
+def test_shards_without_a_common_step(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is too far ahead and the other cannot follow: an error after a timeout."""
     monkeypatch.setattr(settings, "SHADOW_RETAINED_STEPS", 2)
     monkeypatch.setattr(settings, "SHADOW_ALIGN_SECONDS", 0.2)
     pairs += shards(2)
@@ -123,8 +121,8 @@ def test_shares_that_cannot_be_brought_together(
     job.recorder.close()
 
 
-def test_nobody_holds_a_share_up_for_ever(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has asked which steps there are, and then says nothing more, is waited for only so long."""
+def test_a_pin_expires(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that pins the steps and then sends nothing more delays the shadow only for a limited time."""
     monkeypatch.setattr(settings, "SHADOW_RETAINED_STEPS", 1)
     monkeypatch.setattr(settings, "SHADOW_ALIGN_SECONDS", 600)
     pairs += shards(2)
@@ -144,8 +142,8 @@ def test_nobody_holds_a_share_up_for_ever(tmp_path: Path, pairs: list[Pair], mon
     job.recorder.close()
 
 
-def test_shares_follow_a_log_and_a_job_that_begins_again(tmp_path: Path, pairs: list[Pair]) -> None:
-    """From files, whole frames; the state goes on into another epoch of the same layout without a new base."""
+def test_shards_follow_a_log_and_a_restarted_job(tmp_path: Path, pairs: list[Pair]) -> None:
+    """From files; the state continues into another epoch of the same layout without a new base."""
     run = start(tmp_path, streams=2)
     run.save(0)
     run.train(3)
@@ -168,7 +166,7 @@ def test_shares_follow_a_log_and_a_job_that_begins_again(tmp_path: Path, pairs: 
     assert_same(state_of(before.index), run.history[7])  # a checkpoint of the previous epoch stays as it was
 
 
-def test_a_share_is_missing(tmp_path: Path, pairs: list[Pair]) -> None:
+def test_a_missing_shard_is_refused(tmp_path: Path, pairs: list[Pair]) -> None:
     pairs += shards(3)
     for wrong, message in (
         ([0], r"shard 2/3, 3/3 is missing"),
@@ -194,8 +192,10 @@ def test_a_share_is_missing(tmp_path: Path, pairs: list[Pair]) -> None:
         Job(tmp_path / "mixed", to=[pairs[0].url, pairs[-1].url])
 
 
-def test_digests_prove_what_is_held_whole(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A share that holds no tensor in part can be proven; what is proven everywhere is in the checkpoint."""
+def test_digests_prove_shards_of_whole_tensors(
+    tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard without partial tensors can be proven; the checkpoint is proven if all shards are."""
     monkeypatch.setattr(settings, "LOG_BLOCK_ELEMENTS", 1 << 20)
     pairs += shards(2)
     job = Job(tmp_path / "run", to=urls(pairs))
@@ -213,8 +213,8 @@ def test_digests_prove_what_is_held_whole(tmp_path: Path, pairs: list[Pair], mon
 
 
 @given(st.lists(st.lists(st.integers(1, 900), max_size=5), min_size=1, max_size=4), st.integers(1, 6))
-def test_shares_cover_everything_once(numels: list[list[int]], count: int) -> None:
-    """Whatever the tensors are; and no share has more than its part, a stretch, and a tenth."""
+def test_shards_cover_every_element_once(numels: list[list[int]], count: int) -> None:
+    """For any tensors; and no shard has more than its part plus a chunk and a fifth."""
     streams = [
         StreamSchema(number, Rank(0, 0, number), [OptimizerTensor(n, 0, "float32", "float32", ()) for n in tensors])
         for number, tensors in enumerate(numels)

@@ -1,4 +1,4 @@
-"""A shadow over TCP: jobs that feed it, who asks it, and who is not let in."""
+"""A shadow over TCP: jobs that send to it, queries, and peers that are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ucp.training.shadow.shadow import Shadow
 
 
 def test_every_step_of_a_job_over_tcp(tmp_path: Path, pairs: list[Pair]) -> None:
-    """Log and shadow are two sinks of one recorder: both have every step, the shadow's from the socket alone."""
+    """Log and shadow are two sinks of one recorder: both have every step, the shadow only from the socket."""
     pairs.append(Pair())
     job = Job(tmp_path / "run", to=pairs[0].url)
     shadow = pairs[0].shadow
@@ -39,16 +39,16 @@ def test_every_step_of_a_job_over_tcp(tmp_path: Path, pairs: list[Pair]) -> None
         job.train()
         wait_for(shadow, step)
         assert_same(state_of(held(shadow)), job.history[step])
-    told = status(pairs[0].url)
-    assert (told["step"], told["lag_steps"], told["feeds"], told["condition"]) == (20, 0, 1, "live")
-    assert told["state_bytes"] >= 3 * 4 * sum(p.numel() for p in job.net.parameters())
+    found = status(pairs[0].url)
+    assert (found["step"], found["lag_steps"], found["feeds"], found["condition"]) == (20, 0, 1, "live")
+    assert found["state_bytes"] >= 3 * 4 * sum(p.numel() for p in job.net.parameters())
     job.recorder.close()
     assert job.shadow_stats()["dropped"] == 0
     assert ucp.diff(pairs[0].url, tmp_path / "run", log_b=tmp_path / "run", step_b=20).same
 
 
 def test_two_hundred_steps_from_every_source(tmp_path: Path, pairs: list[Pair]) -> None:
-    """Shadows over TCP and shared memory, and one that follows the files, meet every digest of the job's own states."""
+    """Shadows over TCP and shared memory, and one that follows the files, match every digest of the job."""
     pairs.append(Pair())
     pairs.append(Pair(address=ShadowAddress(f"test-{secrets.token_hex(8)}", 0, None, "shm")))
     job = Job(tmp_path / "run", to=[pair.url for pair in pairs])
@@ -72,8 +72,8 @@ def _is_proven(shadow: Shadow, step: int) -> bool:
     return bool(shadow.status()["proven_step"] == step)
 
 
-def test_a_source_like_any_other_while_the_job_goes_on(tmp_path: Path, pairs: list[Pair]) -> None:
-    """What was opened stays at its step; what is opened later is newer."""
+def test_a_shadow_is_read_like_any_source_while_the_job_continues(tmp_path: Path, pairs: list[Pair]) -> None:
+    """An open checkpoint stays at its step; one that is opened later is newer."""
     pairs.append(Pair())
     job = Job(tmp_path / "run", to=pairs[0].url)
     job.train(3)
@@ -95,7 +95,7 @@ def test_a_source_like_any_other_while_the_job_goes_on(tmp_path: Path, pairs: li
 
 
 def test_the_base_of_the_shadow_was_dropped(tmp_path: Path, pairs: list[Pair]) -> None:
-    """Retention of bases does not take the ground from under a shadow that is asked later."""
+    """A shadow can be read although its own base was dropped."""
     pairs.append(Pair())
     job = Job(tmp_path / "run", to=pairs[0].url, base_every=2, keep_bases=1)
     job.train(7)
@@ -106,14 +106,14 @@ def test_the_base_of_the_shadow_was_dropped(tmp_path: Path, pairs: list[Pair]) -
     assert_same(state_of(ucp.open(pairs[0].url).index), job.history[7])
 
 
-def test_a_shadow_that_dies_and_comes_back(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on without it; a new one catches up from the log and is fed again."""
+def test_a_shadow_that_is_restarted(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training continues without it; a new one catches up from the log and is connected again."""
     monkeypatch.setattr(settings, "SHADOW_RETRY_SECONDS", 0.05)
     first = Pair()
     job = Job(tmp_path / "run", to=first.url)
     job.train(3)
     wait_for(first.shadow, 3)
-    port = first.door.address.port
+    port = first.server.address.port
     first.close()
     job.train(20)
     assert job.step == 23
@@ -138,7 +138,7 @@ def test_a_shadow_that_dies_and_comes_back(tmp_path: Path, pairs: list[Pair], mo
 def test_a_shadow_that_is_too_slow_reads_the_log(
     tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch, wait: float
 ) -> None:
-    """It takes nothing for a while: the job lets frames go, and waits no longer than it was told."""
+    """It reads nothing for a while: the job drops frames, and waits no longer than allowed."""
     monkeypatch.setattr(settings, "SHADOW_QUEUE_BYTES", 2 * 1024 * 1024)
     monkeypatch.setattr(settings, "SHADOW_PENDING_BYTES", 1024 * 1024)
     pairs.append(Pair())
@@ -169,15 +169,15 @@ def test_a_shadow_that_is_too_slow_reads_the_log(
     job.recorder.close()
 
 
-def test_a_cut_connection(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut at any moment, again and again: no step is lost, none is taken twice."""
+def test_an_interrupted_connection(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted at any time, repeatedly: no step is lost or applied twice."""
     monkeypatch.setattr(settings, "SHADOW_RETRY_SECONDS", 0.01)
     pairs.append(Pair())
     job = Job(tmp_path / "run", to=pairs[0].url)
     for number in range(1, 41):
         job.train()
         if number % 4 == 0:
-            pairs[0].door.disconnect_all()
+            pairs[0].server.disconnect_all()
     job.recorder.flush()
     wait_for(pairs[0].shadow, 40)
     assert_same(state_of(held(pairs[0].shadow)), job.history[40])
@@ -185,7 +185,7 @@ def test_a_cut_connection(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest
     assert pairs[0].shadow.status()["condition"] == "live"
 
 
-def test_a_job_that_begins_again_is_followed(tmp_path: Path, pairs: list[Pair]) -> None:
+def test_a_restarted_job_is_followed(tmp_path: Path, pairs: list[Pair]) -> None:
     """Another epoch of the same run, from an older step than the shadow has."""
     pairs.append(Pair())
     job = Job(tmp_path / "run", to=pairs[0].url)
@@ -219,9 +219,9 @@ def token(tmp_path: Path) -> Path:
     return path
 
 
-def test_only_who_knows_the_token_is_let_in(tmp_path: Path, pairs: list[Pair], token: Path) -> None:
+def test_only_peers_with_the_token_are_accepted(tmp_path: Path, pairs: list[Pair], token: Path) -> None:
     pairs.append(Pair(address=ShadowAddress("0.0.0.0", 0, token)))
-    address = f"127.0.0.1:{pairs[0].door.address.port}"
+    address = f"127.0.0.1:{pairs[0].server.address.port}"
     wrong = tmp_path / "wrong"
     wrong.write_text("another secret of some length")
     wrong.chmod(0o600)
@@ -237,16 +237,16 @@ def test_only_who_knows_the_token_is_let_in(tmp_path: Path, pairs: list[Pair], t
     job.recorder.close()
 
 
-def test_a_peer_without_the_token_gets_nothing_but_a_challenge(pairs: list[Pair], token: Path) -> None:
+def test_a_peer_without_the_token_gets_only_a_challenge(pairs: list[Pair], token: Path) -> None:
     pairs.append(Pair(address=ShadowAddress("127.0.0.1", 0, token)))
-    with socket.create_connection(("127.0.0.1", pairs[0].door.address.port)) as sock:
+    with socket.create_connection(("127.0.0.1", pairs[0].server.address.port)) as sock:
         assert len(_all(sock, 40)) == 40
         sock.sendall(b"UCPSHDW1" + bytes(64))
         assert _all(sock, 1) == b""
 
 
 def _all(sock: socket.socket, size: int) -> bytes:
-    """So many bytes, or fewer where the other end closes."""
+    """`size` bytes, or fewer if the other end closes."""
     sock.settimeout(120)
     data = b""
     with contextlib.suppress(ConnectionResetError):  # closed with bytes of ours unread
@@ -264,7 +264,7 @@ def test_other_machines_need_a_token(token: Path) -> None:
     require_token(ShadowAddress("::1", 0))
 
 
-def test_tokens_are_secrets(tmp_path: Path, token: Path) -> None:
+def test_weak_and_readable_tokens_are_refused(tmp_path: Path, token: Path) -> None:
     assert read_token(token) == b"a secret of some length"
     token.chmod(0o644)
     with pytest.raises(UsageError, match="other users can read"):
@@ -276,12 +276,12 @@ def test_tokens_are_secrets(tmp_path: Path, token: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["nowhere", "host:port", "host:99999", "shadow://"])
-def test_no_address(text: str) -> None:
+def test_malformed_addresses_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="not an address"):
         parse_address(text)
 
 
-def test_a_shadow_that_is_not_there(tmp_path: Path) -> None:
+def test_an_unreachable_shadow(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"shadow://127.0.0.1:{free.getsockname()[1]}"
@@ -294,19 +294,19 @@ def test_a_shadow_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [2**32 - 1, settings.SHADOW_MANIFEST_BYTES + 1])
-def test_a_message_that_claims_too_much(pairs: list[Pair], length: int) -> None:
+def test_a_message_with_a_too_large_size(pairs: list[Pair], length: int) -> None:
     from ucp.training.shadow.protocol import start_handshake
 
     pairs.append(Pair())
-    with socket.create_connection(("127.0.0.1", pairs[0].door.address.port)) as sock:
+    with socket.create_connection(("127.0.0.1", pairs[0].server.address.port)) as sock:
         start_handshake(sock, b"")
         sock.sendall(struct.pack("<I", length))
         assert _all(sock, 1) == b""
     assert any("maximum" in note for note in pairs[0].notes)
 
 
-def test_frames_that_lie(tmp_path: Path, pairs: list[Pair]) -> None:
-    """A frame too long, one with another's number, one with a bit turned: the connection ends, the state stays."""
+def test_damaged_frames_are_refused(tmp_path: Path, pairs: list[Pair]) -> None:
+    """A frame that is too long, has another number, or a flipped bit: the connection ends, the state stays."""
     from dataclasses import replace
 
     from ucp.log.frames import SEGMENT_BYTES, FrameHeader, FrameType, SegmentHeader
@@ -326,7 +326,7 @@ def test_frames_that_lie(tmp_path: Path, pairs: list[Pair]) -> None:
         replace(good, type=FrameType.AUX, length=settings.SHADOW_FRAME_BYTES + 64),
         replace(good, epoch=9),
     ):
-        with socket.create_connection(("127.0.0.1", pairs[0].door.address.port)) as sock:
+        with socket.create_connection(("127.0.0.1", pairs[0].server.address.port)) as sock:
             start_handshake(sock, b"")
             send_json(sock, {"ask": "feed", "manifest": manifest.to_json(), "stream": 0, "run": None})
             receive_json(sock, 1 << 20)
@@ -339,8 +339,8 @@ def test_frames_that_lie(tmp_path: Path, pairs: list[Pair]) -> None:
     job.recorder.close()
 
 
-def test_a_gap_that_no_log_fills(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who brings a frame that is far ahead is not waited for without end; the job's own frames come as before."""
+def test_a_gap_that_the_log_does_not_fill(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection with a frame far ahead is ended after a while; the job's own frames arrive as before."""
     from ucp.log.frames import SEGMENT_BYTES, FrameHeader, FrameType, SegmentHeader, checksum
     from ucp.training.shadow.protocol import receive_json, send_json, start_handshake
 
@@ -351,7 +351,7 @@ def test_a_gap_that_no_log_fills(tmp_path: Path, pairs: list[Pair], monkeypatch:
     wait_for(pairs[0].shadow, 1)
     manifest = pairs[0].shadow.follower.state.manifest  # type: ignore[union-attr]
     far = FrameHeader(FrameType.AUX, 0, 0, manifest.epoch, 10**9, 2, 64, checksum(bytes(64)), SEGMENT_BYTES)
-    with socket.create_connection(("127.0.0.1", pairs[0].door.address.port)) as sock:
+    with socket.create_connection(("127.0.0.1", pairs[0].server.address.port)) as sock:
         sock.settimeout(120)
         start_handshake(sock, b"")
         send_json(sock, {"ask": "feed", "manifest": manifest.to_json(), "stream": 0, "run": str(tmp_path / "run")})
@@ -386,9 +386,9 @@ MANIFESTS: dict[str, Callable[[Any], None]] = {
     "a block of no parameter": _set(99, "streams", 0, "blocks", 0, 1),
     "a block of no tensor": _set(99, "streams", 0, "blocks", 0, 5),
     "a parameter of another shape": _set([HUGE, HUGE], "parameters", 0, "shape"),
-    "a parameter that is not there": _set("nobody", "parameters", 0, "name"),
+    "an unknown parameter": _set("nobody", "parameters", 0, "name"),
     "another step": _set(7, "start"),
-    "an optimizer that nobody knows": _set("some.Own", "kernel", "id"),
+    "an unknown optimizer": _set("some.Own", "kernel", "id"),
     "no streams": _set([], "streams"),
     "numbers that are none": _set("many", "streams", 0, "tensors", 0, "numel"),
     "a mesh that is none": _set([1], "mesh"),
@@ -398,7 +398,7 @@ MANIFESTS: dict[str, Callable[[Any], None]] = {
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A base, and the manifest of the epoch that goes on from it."""
+    """A base, and the manifest of the epoch that continues from it."""
     run = tmp_path_factory.mktemp("recorded")
     job = Job(run)
     job.train(1)
@@ -408,16 +408,16 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_manifests_that_lie(pairs: list[Pair], recorded: tuple[Path, Any], name: str) -> None:
-    """The job is told, or not even that; the shadow goes on serving, and takes the true manifest after it."""
+def test_malformed_manifests_are_refused(pairs: list[Pair], recorded: tuple[Path, Any], name: str) -> None:
+    """The job gets an error or is disconnected; the shadow continues, and accepts the true manifest."""
     from ucp.training.shadow.protocol import RefusedError, receive_json, send_json, start_handshake
 
-    base, told = recorded
+    base, true = recorded
     pairs.append(Pair(base))
-    lie = copy.deepcopy(told)
-    MANIFESTS[name](lie)
-    for manifest, right in ((lie, False), (told, True)):
-        with socket.create_connection(("127.0.0.1", pairs[0].door.address.port)) as sock:
+    changed = copy.deepcopy(true)
+    MANIFESTS[name](changed)
+    for manifest, right in ((changed, False), (true, True)):
+        with socket.create_connection(("127.0.0.1", pairs[0].server.address.port)) as sock:
             sock.settimeout(120)
             start_handshake(sock, b"")
             send_json(sock, {"ask": "feed", "manifest": manifest, "stream": 0, "run": None})

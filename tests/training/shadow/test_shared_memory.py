@@ -1,4 +1,4 @@
-"""A shadow on the job's own machine: the frames go through memory that both have, and nothing of it stays."""
+"""A shadow on the machine of the job: frames are sent through shared memory, which is removed with the processes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def here() -> ShadowAddress:
     return ShadowAddress(f"test-{secrets.token_hex(8)}", 0, None, "shm")
 
 
-def test_every_step_of_a_job_through_memory(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a ring that is smaller than one frame. Questions and conversions go the same way."""
+def test_every_step_of_a_job_through_shared_memory(
+    tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a ring that is smaller than one frame; queries and conversions use the same address."""
     monkeypatch.setattr(settings, "SHADOW_RING_BYTES", 4096)
     pairs.append(Pair(address=here()))
     assert pairs[0].url.startswith("shm://test-")
@@ -48,7 +50,7 @@ def test_every_step_of_a_job_through_memory(tmp_path: Path, pairs: list[Pair], m
     assert (job.shadow_stats()["dropped"], job.shadow_stats()["connections"]) == (0, 1)
 
 
-def test_a_connection_is_cut_again_and_again(
+def test_a_connection_that_is_interrupted_repeatedly(
     tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(settings, "SHADOW_RETRY_SECONDS", 0.01)
@@ -57,17 +59,17 @@ def test_a_connection_is_cut_again_and_again(
     for number in range(1, 31):
         job.train()
         if number % 4 == 0:
-            pairs[0].door.disconnect_all()
+            pairs[0].server.disconnect_all()
     job.recorder.flush()
     wait_for(pairs[0].shadow, 30)
     assert_same(state_of(held(pairs[0].shadow)), job.history[30])
     job.recorder.close()
 
 
-def test_a_shadow_that_takes_nothing_does_not_hold_up_the_job(
+def test_a_shadow_that_reads_nothing_does_not_delay_the_job(
     tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ring and the queue are full: frames are let go of, the shadow reads them from the log."""
+    """Ring and queue are full: frames are dropped, and the shadow reads them from the log."""
     monkeypatch.setattr(settings, "SHADOW_RING_BYTES", 64 * 1024)
     monkeypatch.setattr(settings, "SHADOW_QUEUE_BYTES", 256 * 1024)
     monkeypatch.setattr(settings, "SHADOW_PENDING_BYTES", 64 * 1024)
@@ -88,8 +90,8 @@ def test_a_shadow_that_takes_nothing_does_not_hold_up_the_job(
 
 
 @pytest.mark.parametrize("size", [64, 4096])
-def test_bytes_in_order(size: int) -> None:
-    """Random pieces through a ring that is often full, often empty; all of them are read after the writer is gone."""
+def test_bytes_arrive_in_order(size: int) -> None:
+    """Random buffers through a ring that is often full or empty; all bytes are read after the writer has closed."""
     data = random.Random(size).randbytes(50 * size)
     one, two = socket.socketpair()
     reader = offer_ring(one, size)
@@ -115,20 +117,20 @@ def test_bytes_in_order(size: int) -> None:
     reader.close()
 
 
-@pytest.mark.parametrize("told", [0, 65, 2**63])
-def test_a_writer_that_lies(told: int) -> None:
-    """About how much it has written: more than there is room for, or nothing."""
+@pytest.mark.parametrize("position", [0, 65, 2**63])
+def test_a_writer_that_reports_a_wrong_position(position: int) -> None:
+    """More than the ring can hold, or nothing new."""
     one, two = socket.socketpair()
     reader = offer_ring(one, 64)
     writer = take_ring(two, 64)
-    two.sendall(struct.pack("<Q", told))
+    two.sendall(struct.pack("<Q", position))
     with pytest.raises(RefusedError):
         receive(reader, 1)
     reader.close()
     writer.close()
 
 
-def test_a_reader_that_lies_or_leaves() -> None:
+def test_a_reader_that_reports_a_wrong_position_or_disconnects() -> None:
     one, two = socket.socketpair()
     reader = offer_ring(one, 64)
     writer = take_ring(two, 64)
@@ -141,7 +143,7 @@ def test_a_reader_that_lies_or_leaves() -> None:
     writer.close()
 
 
-def test_a_reader_that_stays_away_is_waited_for_as_long_as_told() -> None:
+def test_a_full_ring_waits_up_to_the_timeout() -> None:
     one, two = socket.socketpair()
     reader = offer_ring(one, 64)
     writer = take_ring(two, 64)
@@ -152,8 +154,8 @@ def test_a_reader_that_stays_away_is_waited_for_as_long_as_told() -> None:
     writer.close()
 
 
-def test_no_ring_where_one_was_told_of() -> None:
-    """Memory that could shrink under the job is not taken."""
+def test_an_invalid_ring_is_refused() -> None:
+    """Memory that could shrink later is refused."""
     one, two = socket.socketpair()
     fd = os.memfd_create("test")
     os.ftruncate(fd, 64)
@@ -165,7 +167,7 @@ def test_no_ring_where_one_was_told_of() -> None:
     two.close()
 
 
-def test_names(tmp_path: Path, pairs: list[Pair]) -> None:
+def test_names_of_addresses(tmp_path: Path, pairs: list[Pair]) -> None:
     assert str(parse_address("shm:/name")) == "shm://name"
     for wrong in ("shm://", "shm://a/b", "shm://a b"):
         with pytest.raises(UsageError, match="not an address"):

@@ -1,4 +1,4 @@
-"""Plain data goes into extras and comes back; nothing else does, and it is said."""
+"""Plain data is stored in extras and restored; everything else is reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def no_tensor(path: str, _: Any) -> Atom:
     raise AssertionError(path)
 
 
-def test_plain_data_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_plain_data_is_restored_unchanged(tmp_path: Path) -> None:
     value = {
         "numbers": [1, 2.5, None, True, 1j],
         "text": ("a", b"b"),
@@ -40,7 +40,7 @@ def test_plain_data_comes_back_as_it_was(tmp_path: Path) -> None:
     assert left == []
 
 
-def test_arrays_come_back_as_copies(tmp_path: Path) -> None:
+def test_arrays_are_restored_as_copies(tmp_path: Path) -> None:
     array = np.arange(6, dtype=np.int32).reshape(2, 3)
     inert = to_inert(array, "v", no_tensor)
     assert isinstance(inert, NumpyArray)
@@ -61,7 +61,7 @@ def test_tensors_are_kept_by_name() -> None:
     assert list(kept) == ["client_state.a[0]"]
 
 
-def test_other_classes_stay_behind_and_are_named(tmp_path: Path) -> None:
+def test_other_classes_are_reported_as_not_restored(tmp_path: Path) -> None:
     tree = {
         "args": bare_object("argparse", "Namespace", {"lr": 1}),
         "list": [1, bare_object("some.module", "Thing")],
@@ -78,7 +78,7 @@ def test_other_classes_stay_behind_and_are_named(tmp_path: Path) -> None:
     assert to_live(tree["args"], tmp_path, "x", []) is NOT_RESTORED
 
 
-def test_what_cannot_be_saved_is_refused_by_path() -> None:
+def test_values_that_cannot_be_saved_are_refused_with_their_path() -> None:
     with pytest.raises(UsageError, match=r"client_state.a\[0\] is a pathlib.*Path, which is not plain data"):
         to_inert({"a": [Path("x")]}, "client_state", no_tensor)
     assert to_inert(Namespace(lr=1), "v", no_tensor).get("lr") == 1

@@ -1,4 +1,4 @@
-"""What a log holds as it is goes to shadows as well: buffers, and states of optimizers that nobody can replay."""
+"""Values that are logged as they are also reach shadows: buffers, and states of optimizers without kernel."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ WAYS = {
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny tensors are cut into several blocks and stretches; what was cut off is called again at once."""
+    """Split tiny tensors into several blocks and chunks, and reconnect at once."""
     monkeypatch.setattr(settings, "LOG_BLOCK_ELEMENTS", 32)
     monkeypatch.setattr(settings, "SHADOW_RETRY_SECONDS", 0.02)
     monkeypatch.setattr(settings, "SHADOW_HEARTBEAT_SECONDS", 0.02)
 
 
 class Job(StateJob):
-    """A job whose recorder is closed with the test, however that ends."""
+    """A job whose recorder is closed at the end of the test."""
 
     made: ClassVar[list[StateJob]] = []
 
@@ -79,7 +79,7 @@ def state_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def without_log(shadow: Shadow) -> None:
-    """What comes must come over the wire."""
+    """Remove the log, so that everything arrives over the connection."""
     assert shadow.follower is not None
     shadow.follower.run = None
     for feed in shadow.follower.feeds.values():
@@ -91,8 +91,8 @@ def without_log(shadow: Shadow) -> None:
     [(name, way) for name in ("adamw", "adafactor") for way in WAYS]
     + [(name, "tcp") for name in ("rmsprop", "nadam", "asgd")],
 )
-def test_every_step_is_the_job_s(tmp_path: Path, pairs: list[Pair], name: str, way: str) -> None:
-    """A batch norm, a buffer that is replaced, parameters without gradient: all of it is the job's after every step."""
+def test_every_step_equals_that_of_the_job(tmp_path: Path, pairs: list[Pair], name: str, way: str) -> None:
+    """A batch norm, a buffer that is replaced, parameters without gradient: all equal the job's after every step."""
     address = WAYS[way]
     if address is None:
         job = Job(tmp_path, makers()[name], model=NormedNet())
@@ -103,8 +103,8 @@ def test_every_step_is_the_job_s(tmp_path: Path, pairs: list[Pair], name: str, w
         pairs.append(Pair(address=address))
         job = Job(tmp_path, makers()[name], model=NormedNet(), to=pairs[0].url)
         without_log(pairs[0].shadow)
-        told = job.recorder._sink._sinks[0]._hello
-        told["run"] = None  # nor when it is told the names of states
+        hello = job.recorder._sink._sinks[0]._hello
+        hello["run"] = None  # nor with the names of states
     for step in range(1, 6):
         job.train(1)
         job.recorder.flush()
@@ -118,7 +118,7 @@ def test_every_step_is_the_job_s(tmp_path: Path, pairs: list[Pair], name: str, w
 
 
 @pytest.mark.parametrize("name", ["adamw", "nadam"])
-def test_a_snapshot_of_values_stays(tmp_path: Path, pairs: list[Pair], name: str) -> None:
+def test_a_snapshot_of_logged_values_does_not_change(tmp_path: Path, pairs: list[Pair], name: str) -> None:
     pairs.append(Pair())
     job = Job(tmp_path, makers()[name], model=NormedNet(), to=pairs[0].url)
     job.train(3)
@@ -133,8 +133,8 @@ def test_a_snapshot_of_values_stays(tmp_path: Path, pairs: list[Pair], name: str
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_a_late_shadow_and_a_job_that_begins_again(tmp_path: Path, pairs: list[Pair], name: str) -> None:
-    """From the middle of a log, and into the next epoch with what is held."""
+def test_a_late_shadow_and_a_restarted_job(tmp_path: Path, pairs: list[Pair], name: str) -> None:
+    """From the middle of a log, and into the next epoch with the current state."""
     job = Job(tmp_path, makers()[name], model=NormedNet())
     job.train(3)
     job.recorder.flush()
@@ -153,7 +153,7 @@ def test_a_late_shadow_and_a_job_that_begins_again(tmp_path: Path, pairs: list[P
 
 
 def test_states_without_a_log(tmp_path: Path, pairs: list[Pair]) -> None:
-    """The shadow alone has the states; a job that begins again with them goes on where it was."""
+    """Only the shadow has the states; a job that restarts from them continues where it was."""
     beginning = Job(tmp_path / "made", makers()["rmsprop"], model=NormedNet())
     beginning.recorder.close()
     base = tmp_path / "made" / "base" / "base-000000" / "atoms"
@@ -174,8 +174,8 @@ def test_states_without_a_log(tmp_path: Path, pairs: list[Pair]) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_shares_of_values(tmp_path: Path, pairs: list[Pair], name: str) -> None:
-    """Each is sent its part of the states; what is small all have. Together they are the job."""
+def test_shards_of_logged_values(tmp_path: Path, pairs: list[Pair], name: str) -> None:
+    """Each gets its part of the states, and all get small ones. Together they are the state of the job."""
     pairs += [Pair(shard=WorkShard(number, 2)) for number in range(2)]
     whole = Pair()
     pairs.append(whole)
@@ -197,8 +197,8 @@ def test_shares_of_values(tmp_path: Path, pairs: list[Pair], name: str) -> None:
     assert all(one["bytes"] < most for one in job.recorder.stats()["shadow"]["shadows"].values())
 
 
-def test_names_of_states_that_come_when_nobody_listens(tmp_path: Path, pairs: list[Pair]) -> None:
-    """The shadow was told of the job before its optimizer had made its states, and hears of them from the log alone."""
+def test_state_names_that_are_known_only_from_the_log(tmp_path: Path, pairs: list[Pair]) -> None:
+    """The job connected before its optimizer had created states; their names are only in the log."""
     pairs.append(Pair())
     job = Job(tmp_path, makers()["adafactor"], model=NormedNet(), to=pairs[0].url)
     follower = pairs[0].shadow.follower
@@ -207,7 +207,7 @@ def test_names_of_states_that_come_when_nobody_listens(tmp_path: Path, pairs: li
     sinks = job.recorder._sink
     assert sinks is not None
     sinks._sinks[0].offer = lambda *_: None  # type: ignore[method-assign]
-    pairs[0].door.disconnect_all()
+    pairs[0].server.disconnect_all()
     job.train(3)
     job.recorder.flush()
     wait_for(pairs[0].shadow, 3)
@@ -216,12 +216,12 @@ def test_names_of_states_that_come_when_nobody_listens(tmp_path: Path, pairs: li
     job.recorder.close()
 
 
-def test_connections_that_are_cut(tmp_path: Path, pairs: list[Pair]) -> None:
-    """Before the names of states are told, and again and again."""
+def test_interrupted_connections(tmp_path: Path, pairs: list[Pair]) -> None:
+    """Before the names of states are sent, and repeatedly."""
     pairs.append(Pair())
     job = Job(tmp_path, makers()["nadam"], model=NormedNet(), to=pairs[0].url)
     for step in range(1, 9):
-        pairs[0].door.disconnect_all()
+        pairs[0].server.disconnect_all()
         job.train(1)
         if step % 3 == 0:
             wait_for(pairs[0].shadow, step)
@@ -232,10 +232,10 @@ def test_connections_that_are_cut(tmp_path: Path, pairs: list[Pair]) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "rmsprop"])
-def test_a_base_that_was_spread_over_steps(
+def test_a_base_that_was_spread_over_several_steps(
     tmp_path: Path, pairs: list[Pair], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log brings its parts to one step, and the shadow goes on from there. Without a log it is refused."""
+    """The log brings its parts to one step, and the shadow continues from there. Without a log it is refused."""
     monkeypatch.setattr(settings, "SNAPSHOT_SMALL_BYTES", 0)
     model = NormedNet()
     del model.phase  # a snapshot cannot be spread over steps in which tensors are replaced
@@ -259,15 +259,15 @@ def test_a_base_that_was_spread_over_steps(
         found = state_of(held(pairs[0].shadow))
         assert_same(found, job.history[step])
         job.train(1)
-    told = pairs[0].shadow.status()
-    assert told["base"] == str(base)
+    found = pairs[0].shadow.status()
+    assert found["base"] == str(base)
     opened = ucp.open(pairs[0].url)
     assert opened.index.steps == {}
     job.recorder.close()
 
 
-def test_a_difference_that_does_not_lead_on_is_not_applied(tmp_path: Path, pairs: list[Pair]) -> None:
-    """The shadow keeps the step that it has, says why, and begins again when the job calls again."""
+def test_a_difference_to_another_step_is_not_applied(tmp_path: Path, pairs: list[Pair]) -> None:
+    """The shadow keeps its step, reports the reason, and starts again when the job reconnects."""
     pairs.append(Pair())
     job = Job(tmp_path, makers()["rmsprop"], model=NormedNet(), to=pairs[0].url)
     job.train(3)
@@ -340,8 +340,10 @@ def test_tables_are_compared_with_the_schema() -> None:
     assert len(unknown.read(*fine).found) == 4
 
 
-def test_a_manifest_that_asks_for_too_much(tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state with a shape of its own cannot be larger than the job's parameters."""
+def test_a_manifest_that_needs_too_much_memory_is_refused(
+    tmp_path: Path, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A factored state cannot be larger than the parameters of the job."""
     from ucp.log.epoch_manifest import EpochManifest
     from ucp.training.recording import epoch_start
 

@@ -1,4 +1,4 @@
-"""A shadow that follows the files of a log holds, after every step, the bits that the job holds."""
+"""A shadow that follows the files of a log has the state of the job after every step, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ucp.training.shadow.shadow import Shadow
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny tensors walk the path of large ones: several blocks a tensor, in several stretches."""
+    """Split tiny tensors like large ones: several blocks per tensor, in several chunks."""
     monkeypatch.setattr(settings, "LOG_BLOCK_ELEMENTS", 128)
 
 
@@ -58,8 +58,8 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kernel", OPTIMIZERS)
 @pytest.mark.parametrize("streams", [1, 2])
-def test_every_step_is_the_job_s(tmp_path: Path, shadows: Shadows, kernel: str, streams: int) -> None:
-    """A skipped step, a parameter without gradient in some steps, tensors of several stretches, two ranks."""
+def test_every_step_equals_that_of_the_job(tmp_path: Path, shadows: Shadows, kernel: str, streams: int) -> None:
+    """A skipped step, a parameter without gradient in some steps, tensors of several chunks, two ranks."""
     run = start(tmp_path, OPTIMIZERS[kernel], kernel, streams=streams, scale=0.37)
     run.save(0)
     shadow = shadows(None, tmp_path, jobs=streams)
@@ -71,7 +71,7 @@ def test_every_step_is_the_job_s(tmp_path: Path, shadows: Shadows, kernel: str, 
         assert_same(state_of(found), run.history[step])
 
 
-def test_it_catches_up_and_then_follows(tmp_path: Path, shadows: Shadows) -> None:
+def test_a_late_shadow_catches_up(tmp_path: Path, shadows: Shadows) -> None:
     """Started late, from the first base or from the newest."""
     run = start(tmp_path)
     base = run.save(0)
@@ -86,8 +86,8 @@ def test_it_catches_up_and_then_follows(tmp_path: Path, shadows: Shadows) -> Non
         run.train(1)
 
 
-def test_a_step_counts_when_all_ranks_have_it(tmp_path: Path, shadows: Shadows) -> None:
-    """The last step of one rank alone is not applied, and is when the other's comes."""
+def test_a_step_is_applied_when_all_ranks_have_it(tmp_path: Path, shadows: Shadows) -> None:
+    """The last step of one rank alone is not applied before the other rank has it."""
     run = start(tmp_path, streams=2)
     run.save(0)
     run.train(2)
@@ -101,7 +101,7 @@ def test_a_step_counts_when_all_ranks_have_it(tmp_path: Path, shadows: Shadows) 
     path.write_bytes(kept[: end - 64])  # the commit of the second rank is gone
     late = shadows(None, tmp_path)
     wait_for(late, 2)
-    time.sleep(0.3)  # it could go on now, if it took half a step
+    time.sleep(0.3)  # enough time to apply an incomplete step, if it did
     assert late.status()["step"] == 2
     assert_same(state_of(held(late)), run.history[2])
     path.write_bytes(kept)
@@ -109,7 +109,7 @@ def test_a_step_counts_when_all_ranks_have_it(tmp_path: Path, shadows: Shadows) 
     assert_same(state_of(held(late)), run.history[3])
 
 
-def test_a_snapshot_stays_while_the_state_goes_on(tmp_path: Path, shadows: Shadows) -> None:
+def test_a_snapshot_does_not_change_with_later_steps(tmp_path: Path, shadows: Shadows) -> None:
     run = start(tmp_path)
     run.save(0)
     run.train(3)
@@ -124,7 +124,7 @@ def test_a_snapshot_stays_while_the_state_goes_on(tmp_path: Path, shadows: Shado
     assert shadow.status()["state_bytes"] == 2 * alone  # one copy of each stretch, however many steps
 
 
-def test_digests_of_the_job_are_met(tmp_path: Path, shadows: Shadows) -> None:
+def test_the_state_matches_the_digests_of_the_job(tmp_path: Path, shadows: Shadows) -> None:
     run = start(tmp_path, streams=2)
     run.save(0)
     shadow = shadows(None, tmp_path)
@@ -138,14 +138,14 @@ def test_digests_of_the_job_are_met(tmp_path: Path, shadows: Shadows) -> None:
     run.digest()
     wait_for(shadow, 6)
     until(lambda: not shadow.status()["exact"])
-    told = shadow.status()
-    assert not told["exact"]
-    assert "large" in told["labels"][0]
+    found = shadow.status()
+    assert not found["exact"]
+    assert "large" in found["labels"][0]
     assert any(note.id == "approximate" for note in held(shadow).notes)
 
 
-def test_a_new_epoch_goes_on_from_the_state(tmp_path: Path, shadows: Shadows) -> None:
-    """The job begins again at its last step, with other streams: nothing is read but the log."""
+def test_a_new_epoch_continues_from_the_state(tmp_path: Path, shadows: Shadows) -> None:
+    """The job restarts at its last step with other streams; only the log is read."""
     run = start(tmp_path)
     run.save(0)
     run.train(4)
@@ -154,14 +154,14 @@ def test_a_new_epoch_goes_on_from_the_state(tmp_path: Path, shadows: Shadows) ->
     run.epoch, run.streams = 1, 2
     run.open_epoch(ParentEpoch(0, 4))
     run.train(3)
-    told = wait_for(shadow, 7)
-    assert told["epoch"] == 1
-    assert told["streams"] == 2
+    found = wait_for(shadow, 7)
+    assert found["epoch"] == 1
+    assert found["streams"] == 2
     assert_same(state_of(held(shadow)), run.history[7])
 
 
-def test_a_new_epoch_that_went_back(tmp_path: Path, shadows: Shadows) -> None:
-    """The job begins again at an older step: what the shadow has is not what it goes on from."""
+def test_a_new_epoch_from_an_older_step(tmp_path: Path, shadows: Shadows) -> None:
+    """The job restarts at an older step than the shadow has."""
     run = start(tmp_path)
     run.save(0)
     run.train(3)
@@ -182,8 +182,8 @@ def test_a_new_epoch_that_went_back(tmp_path: Path, shadows: Shadows) -> None:
     assert_same(state_of(held(shadow)), run.history[4])
 
 
-def test_what_is_complete_goes_on_after_old_files_are_dropped(tmp_path: Path, shadows: Shadows) -> None:
-    """Retention took files that a slow shadow still wanted: it begins again with the newest base."""
+def test_a_slow_shadow_starts_again_after_segments_were_dropped(tmp_path: Path, shadows: Shadows) -> None:
+    """Segments were dropped that a slow shadow still needs: it starts again from the newest base."""
     run = start(tmp_path)
     base = run.save(0)
     run.train(2)
@@ -199,7 +199,7 @@ def test_what_is_complete_goes_on_after_old_files_are_dropped(tmp_path: Path, sh
         return 0
 
     tail.poll = look_away  # type: ignore[method-assign]  # the log is not read …
-    assert looked.wait(120)  # … and nobody is still at it
+    assert looked.wait(120)  # … and no read is in progress
     run.train(2)
     run.save(1)
     run.writers[0].close_segment()
@@ -212,15 +212,15 @@ def test_what_is_complete_goes_on_after_old_files_are_dropped(tmp_path: Path, sh
     assert "base-000001" in slow.status()["base"]
 
 
-def test_an_optimizer_without_kernel_has_no_shadow(tmp_path: Path) -> None:
+def test_gradients_of_an_optimizer_without_kernel_are_refused(tmp_path: Path) -> None:
     run = start(tmp_path, kernel="somebody.Own")
     run.save(0)
     with pytest.raises(UsageError, match="cannot be replayed"):
         Shadow(None, tmp_path).start()
 
 
-def test_it_converts_like_any_checkpoint(tmp_path: Path, shadows: Shadows) -> None:
-    """Groups, counters and extras of the step, not of the base: the same as a merged log."""
+def test_a_shadow_converts_like_any_checkpoint(tmp_path: Path, shadows: Shadows) -> None:
+    """Groups, counters and extras are those of the step, as in a merged log."""
     run: Run = start(tmp_path / "run")
     run.save(0)
     shadow = shadows(None, tmp_path / "run")
