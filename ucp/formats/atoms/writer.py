@@ -58,20 +58,18 @@ class AtomsWriter:
         return literal_file(MANIFEST, manifest.dump_manifest(self._content(target, digests)))
 
     def _atom_file(self, parameter: Parameter) -> OutputFile:
+        # How the source split this parameter: enough to split it in the same way again.
+        entry = parameter_to_json(parameter)
+        del entry["name"], entry["shape"]
+        partition = {"role": entry.pop("role"), "mesh": self.source.mesh.to_json(), **entry}
         metadata = {
             "ucp.format": manifest.FORMAT,
             "ucp.version": str(manifest.VERSION_ONE_STEP),
             "ucp.name": parameter.name,
-            "ucp.partition": json.dumps(self._partition(parameter)),
+            "ucp.partition": json.dumps(partition),
         }
         path = f"{FOLDER}/{self._names[parameter.name]}"
         return safetensors_file(path, _ordered(parameter), metadata, settings.DATA_ALIGNMENT)
-
-    def _partition(self, parameter: Parameter) -> dict[str, Any]:
-        """How the source split this parameter: enough to split it in the same way again."""
-        entry = parameter_to_json(parameter)
-        del entry["name"], entry["shape"]
-        return {"role": entry.pop("role"), "mesh": self.source.mesh.to_json(), **entry}
 
     def _content(self, target: Target, digests: Digests) -> dict[str, Any]:
         source = self.source
@@ -150,18 +148,13 @@ def name_of(path: str) -> str:
 
 
 def _path(name: str, *, spell_capitals: bool) -> str:
-    escaped = _escape(name, spell_capitals=spell_capitals)
+    plain = _PLAIN - _CAPITALS if spell_capitals else _PLAIN
+    data = name.encode("utf-8", "surrogatepass")
+    escaped = "".join(chr(byte) if byte in plain else f"%{byte:02X}" for byte in data) or _EMPTY
+    if data and (escaped.startswith(".") or escaped.split(".", 1)[0].lower() in _RESERVED):
+        escaped = f"%{data[0]:02X}{escaped[1:]}"
     if len(escaped) > _MAX_ESCAPED_BYTES:
         raise ImpossibleError(f"the parameter name {name[:80]}… is too long for a path ({len(name)} characters)")
     limit = settings.MAX_NAME_BYTES
-    chunks = [escaped[i : i + limit] for i in range(0, len(escaped), limit)] or [""]
+    chunks = [escaped[i : i + limit] for i in range(0, len(escaped), limit)]
     return f"{_MORE}/".join(chunks) + SUFFIX
-
-
-def _escape(name: str, *, spell_capitals: bool) -> str:
-    plain = _PLAIN - _CAPITALS if spell_capitals else _PLAIN
-    data = name.encode("utf-8", "surrogatepass")
-    text = "".join(chr(byte) if byte in plain else f"%{byte:02X}" for byte in data)
-    if text and (text.startswith(".") or text.split(".", 1)[0].lower() in _RESERVED):
-        text = f"%{data[0]:02X}{text[1:]}"
-    return text or _EMPTY

@@ -8,11 +8,12 @@ buffers. This module is arithmetic only.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import lcm, prod
-from typing import Final
+from operator import attrgetter
+from typing import Final, TypeVar
 
 from ucp.core.box import Shape
 from ucp.core.dtypes import DType
@@ -21,6 +22,7 @@ from ucp.errors import NotUnderstoodError
 from ucp.formats.megatron import mcore_modules as mcore
 from ucp.formats.megatron.job_arguments import JobArguments
 
+_Tensor = TypeVar("_Tensor")
 _PARAMETER_ALIGNMENT: Final = 64  # elements
 _BUCKET_ALIGNMENT: Final = 128
 _WIDE_BUCKET_ALIGNMENT: Final = 1 << 16
@@ -317,11 +319,13 @@ def _round_up(number: int, divisor: int) -> int:
     return -(-number // divisor) * divisor
 
 
-def group_by_buffer(tensors: Sequence[ModuleTensor]) -> list[list[ModuleTensor]]:
+def group_by_buffer(
+    tensors: Iterable[_Tensor], key: Callable[[_Tensor], tuple[int, DType]] = attrgetter("chunk", "dtype")
+) -> list[list[_Tensor]]:
     """Return the tensors of each gradient buffer: one per chunk and dtype, in order of first appearance."""
-    buffers: dict[tuple[int, DType], list[ModuleTensor]] = {}
+    buffers: dict[tuple[int, DType], list[_Tensor]] = {}
     for tensor in tensors:
-        buffers.setdefault((tensor.chunk, tensor.dtype), []).append(tensor)
+        buffers.setdefault(key(tensor), []).append(tensor)
     return [mine for _, mine in sorted(buffers.items(), key=lambda item: item[0][0])]
 
 

@@ -259,27 +259,23 @@ class _ScalarStates:
         key = tuple((rank, id(item)) for rank, item in stored)
         found = self._copies.get(key)
         if found is None:
-            if self._files is not None:
-                self._compare(name, kind, [item for _, item in stored], self._files)
+            (_, first), *others = stored
+            for _, other in others if self._files is not None else ():
+                if self._read(other) != self._read(first):  # their files are from different steps
+                    runs = [next(iter(item.runs())) for item in (first, other)]
+                    numbers = [scalar_value(self._read(item), item.dtype) for item in (first, other)]
+                    self._problems.add(
+                        f"'{kind}' is {numbers[0]} in {runs[0].file}, but {numbers[1]} in {runs[1].file}:"
+                        f" files of different steps are mixed (parameter {name})"
+                    )
             found = self._copies[key] = [scalar_fragments(rank, item) for rank, item in stored]
         return found
 
-    def _compare(self, name: str, kind: str, stored: Sequence[StoredShard], files: SourceFiles) -> None:
-        """Report numbers that differ between the ranks of one parameter: their files are from different steps."""
-        first, *others = stored
-        for other in others:
-            if self._read(other, files) != self._read(first, files):
-                runs = [next(iter(item.runs())) for item in (first, other)]
-                numbers = [scalar_value(self._read(item, files), item.dtype) for item in (first, other)]
-                self._problems.add(
-                    f"'{kind}' is {numbers[0]} in {runs[0].file}, but {numbers[1]} in {runs[1].file}:"
-                    f" files of different steps are mixed (parameter {name})"
-                )
-
-    def _read(self, stored: StoredShard, files: SourceFiles) -> bytes:
+    def _read(self, stored: StoredShard) -> bytes:
         known = self._bytes.get(id(stored))
         if known is None:
-            known = self._bytes[id(stored)] = (stored, scalar_bytes(stored, files))
+            assert self._files is not None
+            known = self._bytes[id(stored)] = (stored, scalar_bytes(stored, self._files))
         return known[1]
 
 

@@ -145,7 +145,11 @@ def _read_zero12(
         read_frozen(context, coord, model)
         if shapes[coord] is not None and not files.layers and isinstance(model.mapping().get("module"), dict):
             check_module(context, coord, model, trained)
-        _drop_second_copy(context, model)
+        # bf16 with a pipeline and ZeRO off: the model file has a copy of the optimizer of dp rank 0.
+        optimizer = model.mapping().get("optimizer")
+        if optimizer is not None and unwrap_optimizer(model, optimizer) is None and context.claim_all(optimizer):
+            text = f"{model.name}: its 'optimizer' repeats the optimizer file of dp rank 0; not carried"
+            context.note("second-copy", text)
     _note_frozen(context, ranks, stage)
     _read_experts(context, files, grid, ranks)
     context.problems.raise_any(_MIXED_SAVES_HINT)
@@ -294,13 +298,4 @@ def _note_frozen(context: ReadContext, ranks: OpenRankFiles, stage: int) -> None
         context.note(
             "frozen-excluded",
             "saved with exclude_frozen_parameters: if the model has frozen parameters, this checkpoint lacks them",
-        )
-
-
-def _drop_second_copy(context: ReadContext, model: RankFile) -> None:
-    """Drop the copy of dp rank 0's optimizer in the model file (bf16 with a pipeline and ZeRO off)."""
-    optimizer = model.mapping().get("optimizer")
-    if optimizer is not None and unwrap_optimizer(model, optimizer) is None and context.claim_all(optimizer):
-        context.note(
-            "second-copy", f"{model.name}: its 'optimizer' repeats the optimizer file of dp rank 0; not carried"
         )

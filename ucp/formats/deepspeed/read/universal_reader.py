@@ -120,6 +120,10 @@ class _UniversalReader:
             self.context.note("universal-no-optimizer", f"{step_files.OPTIMIZER_STATE} is missing: no hyper-parameters")
         self.context.problems.raise_any(_RECONVERT_HINT)
         groups = merge_stage_groups(self.context, parameters)
+        trees: dict[str, Any] = {}  # without the tensors that became atoms or repeat them
+        for file in (*(file for members in models for file in members), *([optimizer] if optimizer else [])):
+            tree = TreeCarrier(self.context, file, file.name).carry()
+            trees.update({} if tree is None else {file.name: tree})
         stage = zero_stage(optimizer.mapping()) if optimizer is not None else 1
         return Checkpoint(
             "deepspeed-universal",
@@ -129,7 +133,7 @@ class _UniversalReader:
             framework=framework_of(first),
             step=step_of(first),
             groups=groups,
-            extras=Extras(self._trees(models, optimizer)),
+            extras=Extras(trees),
             notes=self.context.notes,
             sizes=dict(list_files(self.root)),
             details=universal_details(self.context, first),
@@ -278,15 +282,6 @@ class _UniversalReader:
                         parameters[name].atoms[STEP] = Atom(name, STEP, (), number.dtype, fragments)
         # Rank 0's shards under ZeRO-3 repeat part of the states in the folders of the parameters.
         self.context.claim_all([optimizer.mapping().get(ZERO3_MASTERS), states])
-
-    def _trees(self, models: Sequence[Sequence[RankFile]], optimizer: RankFile | None) -> dict[str, Any]:
-        """The rest of model files and optimizer state: without the tensors that became atoms or repeat them."""
-        trees = {}
-        for file in (*(file for members in models for file in members), *([optimizer] if optimizer else [])):
-            tree = TreeCarrier(self.context, file, file.name).carry()
-            if tree is not None:
-                trees[file.name] = tree
-        return trees
 
 
 def _buffer_names(models: Sequence[Sequence[RankFile]]) -> set[str]:

@@ -114,7 +114,11 @@ class ScalarStates:
             for kind, atom in member.parameter.atoms.items():
                 if not is_scalar(member.parameter, kind, atom):
                     continue
-                data = self._bytes(atom)
+                fragment = atom.fragments[0]
+                key = (fragment.file, fragment.offset)
+                if fragment.inline is None and key not in self._known:
+                    self._known[key] = self._files.read(*key, fragment.dtype.itemsize)
+                data = self._known[key] if fragment.inline is None else fragment.inline
                 first = found.setdefault(kind, (member.parameter.name, data, atom))
                 if first[1] != data:
                     mine, other = scalar_value(data, atom.dtype), scalar_value(first[1], first[2].dtype)
@@ -131,15 +135,6 @@ class ScalarStates:
     def group(self, members: Sequence[TargetSlice]) -> TargetGroupStates:
         """Every state of a flat group."""
         return TargetGroupStates(element_kinds(members), self.of(members))
-
-    def _bytes(self, atom: Atom) -> bytes:
-        fragment = atom.fragments[0]
-        if fragment.inline is not None:
-            return fragment.inline
-        key = (fragment.file, fragment.offset)
-        if key not in self._known:
-            self._known[key] = self._files.read(*key, fragment.dtype.itemsize)
-        return self._known[key]
 
 
 _DEFAULT_SUB_GROUP_SIZE: Final = 1_000_000_000  # of DeepSpeed

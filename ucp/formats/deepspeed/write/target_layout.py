@@ -202,21 +202,18 @@ class TargetLayout:
                 found = parameter.atoms.get(MASTER, found)
                 if found is not None and found.dtype.family == "float":
                     found = weight_atom(parameter, self.dtype)
-            self._atoms[parameter.name, kind] = found and self._with_padding(parameter, found)
+            is_padded = parameter.rule.cut == "vocab" and parameter.padded_shape is not None
+            if found is not None and is_padded and found.shape == parameter.shape:
+                padded = with_vocab_padding(parameter, found)
+                if padded is found:
+                    self.lost_padding.add(parameter.name)
+                found = padded
+            self._atoms[parameter.name, kind] = found
         return self._atoms[parameter.name, kind]
 
     def state_of(self, kind: str) -> Callable[[TargetSlice], Atom | None]:
         """`state` of one kind, for slices."""
         return lambda member: self.state(member.parameter, kind)
-
-    def _with_padding(self, parameter: Parameter, atom: Atom) -> Atom:
-        """Return the atom with the padding rows of its vocabulary; remembers parameters that no longer have them."""
-        if parameter.padded_shape is None or parameter.rule.cut != "vocab" or atom.shape != parameter.shape:
-            return atom
-        padded = with_vocab_padding(parameter, atom)
-        if padded is atom:
-            self.lost_padding.add(parameter.name)
-        return padded
 
 
 def round_robin(count: int, ranks: int) -> list[int]:

@@ -14,6 +14,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -22,7 +23,7 @@ from ucp.containers.torch_file import TorchFile
 from ucp.containers.tree import flatten_state_dict
 from ucp.core.box import Shape
 from ucp.core.checkpoint import MASTER, STEP, ParamGroup
-from ucp.core.dtypes import FLOAT32, DType
+from ucp.core.dtypes import FLOAT32
 from ucp.errors import InconsistentError, NotUnderstoodError
 from ucp.formats.megatron import mcore_modules as mcore
 from ucp.formats.megatron.job_arguments import JobArguments
@@ -39,7 +40,7 @@ from ucp.formats.megatron.optimizer_groups import (
     parameter_flags,
     stored_group_flags,
 )
-from ucp.formats.megatron.rank_layout import BufferLayout, BufferParam, optimizer_buffer_layout
+from ucp.formats.megatron.rank_layout import BufferLayout, BufferParam, group_by_buffer, optimizer_buffer_layout
 from ucp.formats.sharded.shard_fragments import InlineNumber, StoredShard, TensorInFile, WholeTensor
 from ucp.formats.sharded.shard_table import RankCoord, Shard
 
@@ -345,7 +346,7 @@ def _read_optimizer_buffers(
             f"{file.name}: stores each bucket separately, as releases before February 2024 did",
             hint="load and save it once with a Megatron of 2024 or later",
         )
-    buffers = _group_by_buffer(entries)
+    buffers = group_by_buffer(entries, attrgetter("chunk", "ref.dtype"))
     stored = [
         (key, table) for number in sorted(k for k in state if type(k) is int) for key, table in state[number].items()
     ]
@@ -353,7 +354,8 @@ def _read_optimizer_buffers(
         raise InconsistentError(
             f"{file.name}: holds {len(stored)} buffers, the model needs {len(buffers)}", hint=_RESTORE_RANK
         )
-    for ((chunk, dtype), mine), (key, table) in zip(buffers.items(), stored, strict=True):
+    for mine, (key, table) in zip(buffers, stored, strict=True):
+        chunk, dtype = mine[0].chunk, mine[0].ref.dtype
         if not isinstance(key, tuple) or not key or key[0] != dtype or not isinstance(table, dict):
             raise InconsistentError(f"{file.name}: has a buffer of {key}, expected {dtype}", hint=_RESTORE_RANK)
         params = [
@@ -363,14 +365,6 @@ def _read_optimizer_buffers(
         numel = sum(entry.ref.numel for entry in entries)
         layout = optimizer_buffer_layout(params, numel, arguments, is_first=pp == chunk == 0, expert=expert)
         _add_buffer_states(file, table, mine, layout)
-
-
-def _group_by_buffer(entries: Sequence[ModuleEntry]) -> dict[tuple[int, DType], list[ModuleEntry]]:
-    """Return the parameters of each gradient buffer: one per model chunk and dtype, in order of first appearance."""
-    buffers: dict[tuple[int, DType], list[ModuleEntry]] = {}
-    for entry in entries:
-        buffers.setdefault((entry.chunk, entry.ref.dtype), []).append(entry)
-    return dict(sorted(buffers.items(), key=lambda item: item[0][0]))
 
 
 def _add_buffer_states(

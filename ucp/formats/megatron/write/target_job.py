@@ -83,7 +83,13 @@ def target_job(source: Checkpoint, extras: MegatronExtras, options: WriteOptions
         kind, how = ("distributed", "with") if mesh.zero else ("plain", "without")
         text = f"written for the {kind} optimizer: load it {how} --use-distributed-optimizer"
         notes.append(Note("optimizer-kind", text))
-    sharding = _sharding(pattern, mesh, options)
+    if options.optimizer_sharding is not None and not mesh.zero:
+        raise UsageError(
+            "--optimizer-sharding is for the distributed optimizer, but the target is for the plain one",
+            hint="add --optimizer distributed, or leave --optimizer-sharding out",
+        )
+    # By default the sharding that Megatron writes for a job with these arguments.
+    sharding = options.optimizer_sharding or ("fully_reshardable" if pattern.flag(_FULLY) else "dp_reshardable")
     fields = _fields(extras.arguments, mesh, etp, options)
     if extras.arguments.prediction_layers and not any(map(is_prediction, source.parameters)):
         fields["mtp_num_layers"] = None
@@ -114,18 +120,6 @@ def _zero(base: Mesh, options: WriteOptions) -> int:
         raise UsageError(f"--zero {options.zero} is not the {options.optimizer} optimizer", hint="leave --zero out")
     asked = options.zero if named is None else named
     return int(base.zero > 0) if asked is None else asked
-
-
-def _sharding(pattern: JobArguments, mesh: Mesh, options: WriteOptions) -> OptimizerSharding:
-    """Return the requested sharding, else that which Megatron writes for a job with these arguments."""
-    if options.optimizer_sharding is None:
-        return "fully_reshardable" if pattern.flag(_FULLY) else "dp_reshardable"
-    if not mesh.zero:
-        raise UsageError(
-            "--optimizer-sharding is for the distributed optimizer, but the target is for the plain one",
-            hint="add --optimizer distributed, or leave --optimizer-sharding out",
-        )
-    return options.optimizer_sharding
 
 
 def _mesh(base: Mesh, stored: JobArguments, options: WriteOptions) -> tuple[Mesh, int]:

@@ -241,17 +241,13 @@ class TargetModel:
                 atom = weight_atom(parameter, self.params[name].dtype)
             elif kind == MASTER:
                 atom = master_atom(parameter)
-            self._atoms[name, kind] = atom and self._with_padding(parameter, atom)
+            param = self.params[name]
+            if atom is not None and param.rule.cut == "vocab" and atom.shape == parameter.shape:
+                atom = with_vocab_padding(parameter, atom)
+                if atom.shape[param.rule.dim] < param.shape[param.rule.dim]:
+                    self.grown_vocabularies.add(name)
+            self._atoms[name, kind] = atom
         return self._atoms[name, kind]
-
-    def _with_padding(self, parameter: Parameter, atom: Atom) -> Atom:
-        param = self.params[parameter.name]
-        if param.rule.cut != "vocab" or atom.shape != parameter.shape:
-            return atom
-        atom = with_vocab_padding(parameter, atom)
-        if atom.shape[param.rule.dim] < param.shape[param.rule.dim]:
-            self.grown_vocabularies.add(parameter.name)
-        return atom
 
     def _check_parameters(self) -> None:
         """Refuse parameters that megatron-core's modules do not have, or that have no rule."""
