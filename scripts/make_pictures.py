@@ -159,7 +159,7 @@ def _legend(x: int, y: int) -> list[str]:
 
 # The recording: commands and what they print, line by line.
 
-COLUMNS = 100  # longer lines are wrapped, as a terminal does
+COLUMNS = 108  # longer lines are wrapped, as a terminal does
 CHARACTER, LINE, EDGE, BAR = 7.83, 19, 18, 34  # of 13 px monospace text, in px
 SECONDS = {"command": 1.4, "output": 0.12}
 TERMINAL_STYLE = """
