@@ -55,7 +55,7 @@ print(time.perf_counter() - begin)
 
 @dataclass(frozen=True)
 class Usage:
-    """What one process and its children took: seconds of wall and CPU time, peak resident bytes of the largest one."""
+    """Resources of a process and its children: seconds of wall and CPU time, peak resident bytes of the largest."""
 
     wall: float
     cpu: float
@@ -65,7 +65,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured figure. `target` is what is asked for, `met` whether it is so."""
+    """One measured figure. `target` is the requirement, `met` whether it is fulfilled."""
 
     what: str
     value: float
@@ -76,7 +76,7 @@ class Figure:
 
 
 class Bench:
-    """Collects figures and prints them as they come."""
+    """Collects figures and prints each as soon as it is measured."""
 
     def __init__(self, work: Path, given: argparse.Namespace) -> None:
         self.work = work
@@ -85,8 +85,8 @@ class Bench:
 
     def add(self, what: str, value: float, unit: str, target: str, met: bool, **detail: Any) -> None:
         self.figures.append(Figure(what, value, unit, target, met, detail))
-        told = ", ".join(f"{key.replace('_', ' ')} {_short(value)}" for key, value in detail.items())
-        print(f"{'ok  ' if met else 'MISS'}  {what}: {_short(value)} {unit} (target {target})  [{told}]", flush=True)
+        details = ", ".join(f"{key.replace('_', ' ')} {_short(value)}" for key, value in detail.items())
+        print(f"{'ok  ' if met else 'MISS'}  {what}: {_short(value)} {unit} (target {target})  [{details}]", flush=True)
 
     def make(self, name: str, gb: float, *options: str) -> Path:
         """A checkpoint of `gb` · 10⁹ bytes in the page cache."""
@@ -116,7 +116,7 @@ class Bench:
             )
 
     def out(self) -> Path:
-        """A fresh output path on a quiet disk, with free memory that is really there."""
+        """A new output path on an idle disk, with free memory that the host has really provided."""
         path = self.work / "out"
         shutil.rmtree(path, ignore_errors=True)
         os.sync()
@@ -125,7 +125,7 @@ class Bench:
         return path
 
     def in_turns(self, *runs: Callable[[Path], list[str]]) -> list[list[Usage]]:
-        """Run each command once a round; a command is made from the output path."""
+        """Run each command once per round; a command is built from the output path."""
         taken: list[list[Usage]] = [[] for _ in runs]
         for _ in range(self.given.rounds):
             for one, usages in zip(runs, taken, strict=True):
@@ -134,7 +134,7 @@ class Bench:
         return taken
 
     def convert(self, source: Path, label: str) -> None:
-        """Against `cp -r`, in turns; then against DeepSpeed's converter, once."""
+        """Compare with `cp -r`, alternating; then with DeepSpeed's converter, once."""
         run([*UCP, "convert", str(source), str(self.out())])  # not counted: bytecode, caches
         ucp, cp = self.in_turns(
             lambda out: [*UCP, "convert", str(source), str(out), "--jobs", str(self.given.jobs)],
@@ -151,7 +151,7 @@ class Bench:
             self.deepspeed(source, label, min(usage.wall for usage in ucp))
 
     def deepspeed(self, source: Path, label: str, best: float) -> None:
-        """DeepSpeed's converter with as many workers as we have threads, on the same input."""
+        """DeepSpeed's converter with as many workers as ucp has threads, on the same input."""
         jobs = str(self.given.jobs)
         out = self.out()
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
@@ -180,7 +180,7 @@ class Bench:
             shutil.rmtree(source)
 
     def disk(self, source: Path) -> None:
-        """Bytes on disk beside source and output while a conversion runs; journal and manifest are counted."""
+        """Bytes on disk besides source and output while a conversion runs; journal and manifest are counted."""
         out = self.out()
         with Watch(self.work, source, 0.02) as watch:
             run([*UCP, "convert", str(source), str(out), "--jobs", str(self.given.jobs)])
@@ -189,7 +189,7 @@ class Bench:
         self.out()
 
     def start(self, source: Path) -> None:
-        """`inspect` against `import torch`, in turns, and indexing alone."""
+        """`inspect` compared with `import torch`, alternating, and indexing alone."""
         inspect, torch = self.in_turns(
             lambda _: [*UCP, "inspect", str(source)],
             lambda _: [sys.executable, "-c", "import torch"],
@@ -201,7 +201,7 @@ class Bench:
         self.add("indexing alone", min(taken), "s", "≤ 0.1", min(taken) <= 0.1, median=statistics.median(taken))
 
     def link(self) -> None:
-        """Virtual atoms of a checkpoint far larger than any disk here: the files are holes."""
+        """Virtual atoms of a checkpoint far larger than any disk here: its files are sparse."""
         gb, ranks = self.given.link_gb, self.given.link_ranks
         for label, options in (
             (f"ZeRO-1 dp {ranks}", ["--dp", str(ranks)]),
@@ -233,7 +233,7 @@ class Bench:
 
 
 class Watch:
-    """Looks at the disk usage below a folder, without one of its subfolders, while a `with` block runs."""
+    """Samples the disk usage below a folder, without one of its subfolders, while a `with` block runs."""
 
     def __init__(self, folder: Path, without: Path, interval: float) -> None:
         self.folder, self.without, self.interval = folder, without, interval
@@ -257,7 +257,7 @@ class Watch:
 
 
 def disk_bytes(path: Path) -> int:
-    """Bytes on disk of the files below a folder that may change while we look. Holes do not count."""
+    """Bytes on disk of the files below a folder that may change meanwhile. Holes do not count."""
     total = 0
     for base, _, files in os.walk(path):
         for name in files:
@@ -269,8 +269,8 @@ def disk_bytes(path: Path) -> int:
 
 
 def run(command: Sequence[str], **environment: str) -> Usage:
-    """Run to the end; a failure stops the benchmark with the command's own words."""
-    # An installed package has its bytecode; a checkout may be told not to write any.
+    """Run to the end; a failure stops the benchmark with the command's own message."""
+    # An installed package has its bytecode; a checkout may be configured not to write any.
     env = {**os.environ, "PYTHONPATH": str(PROJECT), "PYTHONDONTWRITEBYTECODE": "", **environment}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         begin = time.perf_counter()
@@ -305,11 +305,11 @@ def _machine(work: Path) -> dict[str, Any]:
 
 @contextmanager
 def kept_memory() -> Iterator[None]:
-    """Let Linux keep free memory instead of handing it back to a host, and fetch all of it once. As root only."""
+    """Let Linux keep free memory instead of returning it to the host, and fetch all of it once. As root only."""
     knob = Path("/sys/module/page_reporting/parameters/page_reporting_order")
     try:
         before = knob.read_text()
-        knob.write_text("11")  # no block of free memory is as large
+        knob.write_text("11")  # no block of free memory is that large
     except OSError as error:
         sys.exit(f"{knob}: {error.strerror}: free memory cannot be kept; leave --keep-memory out")
     try:
@@ -320,7 +320,7 @@ def kept_memory() -> Iterator[None]:
 
 
 def measure(kind: type[Bench], given: argparse.Namespace, name: str, **about: Any) -> None:
-    """Take all figures of one benchmark in a folder of its own, and write them down where that is asked for."""
+    """Measure all figures of one benchmark in a folder of its own, and write them to a file if requested."""
     keeping = kept_memory() if vars(given).get("keep_memory") else nullcontext()
     with keeping, tempfile.TemporaryDirectory(prefix=f".bench-{name}-", dir=given.work or PROJECT) as folder:
         machine = {**_machine(Path(folder)), **about}
@@ -347,7 +347,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="threads, and workers of ds_to_universal")
     parser.add_argument("--work", type=Path, help="folder to work in [default: a temporary one in the project]")
     parser.add_argument("--skip-deepspeed", action="store_true", help="leave out ds_to_universal, which takes minutes")
-    parser.add_argument("--keep-memory", action="store_true", help="keep free memory from the host meanwhile (root)")
+    parser.add_argument(
+        "--keep-memory", action="store_true", help="do not return free memory to the host meanwhile (root)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     given = parser.parse_args()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""One rank of a job that resumes: measures how a DeepSpeed engine loads a checkpoint of synthetic_deepspeed.py.
+"""One rank of a resuming job: measures how a DeepSpeed engine loads a checkpoint of synthetic_deepspeed.py.
 
 reshard.py starts one process per rank with the usual environment (RANK, WORLD_SIZE, MASTER_ADDR …):
 
@@ -87,7 +87,7 @@ def main() -> None:
     engine = build(parameters, universal=how == "universal")
     gc.collect()
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins again
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = status("VmRSS")
     begin = time.perf_counter()
     report = None

@@ -33,16 +33,16 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parent.parent
 PARTS = PROJECT / "scripts" / "log_tasks.py"
-FULL_STATE_BYTES = 12  # master and two moments in float32, a parameter
-IDLE_LOAD = 0.3  # of every core, at most, where the clock is believed
+FULL_STATE_BYTES = 12  # master and two moments in float32, per parameter
+IDLE_LOAD = 0.3  # load per core up to which wall time is trusted
 RECOVERED_STEPS = 100
 RECORDING_LIMITS = {1024: 3.1, 2048: 1.0}  # percent of a step's CPU, by tokens
-MOST = 3.1  # percent that recording may cost: LowDiff's figure
+MOST = 3.1  # percent that recording may cost: the figure of LowDiff
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured figure. `target` is what is asked for, `met` whether it is so; None where it could not be told."""
+    """One measured figure. `target` is the requirement, `met` whether it is fulfilled; None if unknown."""
 
     what: str
     value: float
@@ -53,7 +53,7 @@ class Figure:
 
 
 class Bench:
-    """Collects figures and prints them as they come."""
+    """Collects figures and prints each as soon as it is measured."""
 
     def __init__(self, work: Path, given: argparse.Namespace, idle: bool) -> None:
         self.work = work
@@ -63,16 +63,16 @@ class Bench:
 
     def add(self, what: str, value: float, unit: str, target: str, met: bool | None, **detail: Any) -> None:
         self.figures.append(Figure(what, value, unit, target, met, detail))
-        told = ", ".join(f"{key.replace('_', ' ')} {_short(item)}" for key, item in detail.items())
+        details = ", ".join(f"{key.replace('_', ' ')} {_short(item)}" for key, item in detail.items())
         mark = {True: "ok  ", False: "MISS", None: "    "}[met]
-        print(f"{mark}  {what}: {_short(value)} {unit} (target {target})  [{told}]", flush=True)
+        print(f"{mark}  {what}: {_short(value)} {unit} (target {target})  [{details}]", flush=True)
 
     def most(self, what: str, value: float, unit: str, limit: float, **detail: Any) -> None:
         """A figure that has an upper limit."""
         self.add(what, value, unit, f"≤ {limit:g}", value <= limit, **detail)
 
     def child(self, task: str, **arguments: Any) -> dict[str, Any]:
-        """Run a part in a process of its own; what it measured. One thread computes, unless `threads` says more."""
+        """Run a task in a process of its own, which computes with one thread or `threads`; returns its measurements."""
         command = [sys.executable, str(PARTS), task, json.dumps(arguments, default=str)]
         env = {**os.environ, "OMP_NUM_THREADS": str(arguments.get("threads", 1)), "PYTHONPATH": str(PROJECT)}
         done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
@@ -84,7 +84,7 @@ class Bench:
     # ------------------------------------------------------------------------------------------------------------------
 
     def replay(self) -> dict[str, tuple[float, float]]:
-        """Nanoseconds a parameter: of an update, log reading and checksums included, and of base and output once."""
+        """Nanoseconds per parameter: of an update with log reading and checksums, and once of base and output."""
         rates = {}
         wanted, steps = int(self.given.params), self.given.steps
         few = max(1, steps // 5)
@@ -103,7 +103,7 @@ class Bench:
         return rates
 
     def memory(self) -> None:
-        """Growth of memory while merging: the same for small and large, few steps and many. And what a worker adds."""
+        """Growth of memory while merging, which depends neither on size nor on steps, and what a worker adds."""
         small, steps = self.given.params, self.given.steps
         large = self.work / "large"
         self.child("make", run=large, params=int(4 * small), steps=min(10, steps), kernel="fused")
@@ -127,7 +127,7 @@ class Bench:
         shutil.rmtree(self.work / "fused")
 
     def recording(self, rates: dict[str, tuple[float, float]]) -> None:
-        """Hook and writer beside the step that they belong to, over the tokens of a step."""
+        """Cost of hook and writer relative to their step, by tokens of a step."""
         deepspeed = self.child("deepspeed_save", folder=self.work / "deepspeed")["save_cpu"]
         shutil.rmtree(self.work / "deepspeed")
         found: dict[str, Any] = {}
@@ -182,7 +182,7 @@ class Bench:
         self.most("log, and a base every 100 steps", plain + FULL_STATE_BYTES / 100, unit, 2.2, **full)
 
     def whole_steps(self) -> None:
-        """Whole steps by the clock, with a recorder and without in turns (G5)."""
+        """Wall time of whole steps, alternating with and without a recorder."""
         tokens, threads = max(self.given.tokens), os.cpu_count() or 1
         found = self.child(
             "both", run=self.work / "both", tokens=tokens, pairs=self.given.pairs, block=3, threads=threads
@@ -198,7 +198,7 @@ class Bench:
 
 
 def interval(ratios: Sequence[float], share: float = 0.9, draws: int = 4000) -> tuple[float, float]:
-    """Where the median of such ratios lies with this probability: bootstrap, always the same for the same ratios."""
+    """The confidence interval of the median of such ratios: bootstrap with a fixed seed."""
     chance = random.Random(1)
     medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(draws))
     cut = (1 - share) / 2
@@ -223,7 +223,7 @@ def main() -> None:
     load, begin = os.getloadavg()[0], time.perf_counter()
     idle = load < IDLE_LOAD * (os.cpu_count() or 1)
     if not idle:
-        print(f"      the machine is busy (load {load:.1f}): what only the clock can tell is not judged", flush=True)
+        print(f"      the machine is busy (load {load:.1f}): wall times are not judged", flush=True)
     with tempfile.TemporaryDirectory(prefix="ucp-bench-", dir=given.work) as folder:
         bench = Bench(Path(folder), given, idle)
         rates = bench.replay()
@@ -232,8 +232,11 @@ def main() -> None:
         bench.whole_steps()
     seconds = time.perf_counter() - begin
     missed = [figure.what for figure in bench.figures if figure.met is False]
-    told = sum(figure.met is not None for figure in bench.figures)
-    print(f"{told - len(missed)} of {told} limits met in {seconds:.0f} s" + "".join(f"\n  missed: {m}" for m in missed))
+    judged = sum(figure.met is not None for figure in bench.figures)
+    print(
+        f"{judged - len(missed)} of {judged} limits met in {seconds:.0f} s"
+        + "".join(f"\n  missed: {m}" for m in missed)
+    )
     machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
     about = {"schema": 1, **machine, "load_before": load, "idle": idle, "seconds": round(seconds, 1)}
     if given.json:

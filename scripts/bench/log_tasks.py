@@ -34,7 +34,7 @@ def make(run: str, params: int, steps: int, kernel: str) -> dict[str, Any]:
     net = torch.nn.ParameterDict({f"large{i}": torch.nn.Parameter(torch.randn(rows, 1024)) for i in range(8)})
     net.update({f"small{i}": torch.nn.Parameter(torch.randn(1024)) for i in range(16)})
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=kernel == "fused", foreach=False)
-    gradients = [torch.randn_like(p).bfloat16().float() for p in net.parameters()]  # narrowed when they are logged
+    gradients = [torch.randn_like(p).bfloat16().float() for p in net.parameters()]  # logged as bfloat16
     with ucp.record(run, net, optimizer) as recorder:
         for _ in range(steps):
             for p, gradient in zip(net.parameters(), gradients, strict=True):
@@ -47,7 +47,7 @@ def make(run: str, params: int, steps: int, kernel: str) -> dict[str, Any]:
 def merge(run: str, steps: Sequence[int], out: str, rounds: int = 1) -> dict[str, Any]:
     """CPU seconds of merges to several steps, one thread each, and of copying what an update must touch.
 
-    The least of some rounds: whatever else runs on the machine makes caches cold, and only adds.
+    The smallest of some rounds: other programs make caches cold, which only adds time.
     """
     import numpy as np
     import torch
@@ -62,7 +62,7 @@ def merge(run: str, steps: Sequence[int], out: str, rounds: int = 1) -> dict[str
         begin = time.process_time()
         ucp.convert(run, out, log=run, step=step, jobs=1)
         taken.setdefault(step, []).append(time.process_time() - begin)
-    # What memory alone allows: a gradient of two bytes and three states of four, copied from place to place.
+    # The limit of memory bandwidth: copying a gradient of two bytes and three states of four.
     block = np.ones(1 << 24, np.uint8)
     target = np.empty_like(block)
     copies = []
@@ -74,9 +74,9 @@ def merge(run: str, steps: Sequence[int], out: str, rounds: int = 1) -> dict[str
 
 
 def memory(run: str, jobs: int, out: str, step: int | None = None) -> dict[str, Any]:
-    """How much more memory a merge of the command has at its peak than a process after a small one, in bytes.
+    """How much more memory a merge of the command uses at its peak than a process after a small one, in bytes.
 
-    Of this process, and what workers have for themselves. Also of the largest worker alone.
+    Of this process and the private memory of its workers; also of the largest worker alone.
     """
     _warm_up(run, out)
     watch = subprocess.Popen(
@@ -87,14 +87,14 @@ def memory(run: str, jobs: int, out: str, step: int | None = None) -> dict[str, 
     assert watch.stdout is not None
     watch.stdout.readline()  # it has seen what there is before
     _merge(run, out, step, jobs)
-    told, _ = watch.communicate()  # its input ends
+    output, _ = watch.communicate()  # its input ends
     shutil.rmtree(out)
-    found: dict[str, Any] = json.loads(told)
+    found: dict[str, Any] = json.loads(output)
     return found
 
 
 def watch(pid: int) -> dict[str, Any]:
-    """Look at a process and its children, until our input ends."""
+    """Sample a process and its children until standard input ends."""
     before = _memory(pid, "Anonymous:")
     print("ready", flush=True)
     peak, largest = before, 0
@@ -108,7 +108,7 @@ def watch(pid: int) -> dict[str, Any]:
 
 
 def _memory(pid: int, key: str) -> int:
-    """Bytes of a process that Linux counts so; 0 where it is gone."""
+    """A memory counter of a process in bytes; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -117,7 +117,7 @@ def _memory(pid: int, key: str) -> int:
 
 
 def speed(run: str, out: str, step: int, rounds: int) -> dict[str, Any]:
-    """Seconds of a merge of the command by one worker and by two, in turns; the least of some rounds."""
+    """Seconds of a merge of the command by one worker and by two, alternating; the smallest of some rounds."""
     _warm_up(run, out)
     taken: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(rounds):
@@ -130,7 +130,7 @@ def speed(run: str, out: str, step: int, rounds: int) -> dict[str, Any]:
 
 
 def _warm_up(run: str, out: str) -> None:
-    """Code and first use of everything."""
+    """Load all code and use everything once."""
     import torch
 
     import ucp
@@ -149,7 +149,7 @@ def _merge(run: str, out: str, step: int | None, jobs: int) -> None:
 
 
 def _one_core() -> None:
-    """Stay on one of the cores that we may use, whatever else there is."""
+    """Run on one of the cores that this process may use."""
     with contextlib.suppress(AttributeError, OSError):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
@@ -182,12 +182,12 @@ def gpt() -> Any:
 
 
 def stepper(net: Any, optimizer: Any, tokens: int) -> Callable[[], None]:
-    """One training step a call."""
+    """One training step per call."""
     import torch
 
     def step() -> None:
         text = torch.randint(VOCABULARY, (tokens // LENGTH, LENGTH + 1))
-        # Computed in float32, which CPUs are good at; the gradients that the optimizer gets are bfloat16 all the same.
+        # Computed in float32, which is fast on CPUs; the optimizer still gets gradients in bfloat16.
         wide = {name: p.float() for name, p in net.named_parameters()}
         scores = torch.func.functional_call(net, wide, (text[:, :-1],))
         loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), text[:, 1:].flatten())
@@ -199,7 +199,7 @@ def stepper(net: Any, optimizer: Any, tokens: int) -> Callable[[], None]:
 
 
 def train(run: str, tokens: int, steps: int, compress: bool = False) -> dict[str, Any]:
-    """Under a recorder: CPU seconds of a step, of the hook, of the writer; and of `torch.save` of everything."""
+    """With a recorder: CPU seconds of a step, of the hook and of the writer, and of `torch.save` of everything."""
     import torch
 
     import ucp
@@ -270,9 +270,9 @@ def deepspeed_save(folder: str) -> dict[str, Any]:
 
 
 def both(run: str, tokens: int, pairs: int, block: int, threads: int) -> dict[str, Any]:
-    """Seconds of blocks of steps with a recorder and without, in turns; two jobs that are the same otherwise.
+    """Seconds of blocks of steps, alternating with and without a recorder, of two otherwise equal jobs.
 
-    What the recorder has not written when a block ends is written before the next begins: no block pays for another's.
+    What the recorder has not written when a block ends is written before the next starts: no block pays for another.
     """
     import torch
 

@@ -69,7 +69,7 @@ def main(rank: int, world: int, store: str, source: Path, out: Path, result: Pat
     dist.barrier()
     seconds = {"load": middle - begin, "save": time.perf_counter() - middle}
     result.write_text(json.dumps({**seconds, "rss_before": before, "rss": peak()}))
-    os._exit(0)  # threads of the writer's pool would keep it
+    os._exit(0)  # threads of the writer's pool would keep the process alive
 
 
 if __name__ == "__main__":

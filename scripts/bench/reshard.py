@@ -54,7 +54,7 @@ class ReshardBench(Bench):
     """The figures of resharding."""
 
     def reshard(self, source: Path, label: str, *layout: str) -> None:
-        """One conversion against `cp` of the source, and against `cp` of its own output, which may be smaller."""
+        """One conversion compared with `cp` of the source, and with `cp` of its own output, which may be smaller."""
         command = [*UCP, "convert", str(source), "--to", "deepspeed", *layout, "--jobs", str(self.given.jobs)]
         kept = self.work / "kept"
         torch = run([sys.executable, "-c", WITHOUT_TORCH, *command[3:5], str(kept), *command[5:]]).output.split()[-1]
@@ -82,19 +82,19 @@ class ReshardBench(Bench):
         for zero, limit in ((1, 10.0), (3, 60.0)):
             taken: list[tuple[int, float]] = []
             for ranks in self.given.plan_ranks:
-                said = [run([sys.executable, "-c", PLANNING, str(source), str(zero), str(ranks)]) for _ in range(3)]
-                seconds, parameters, extents = min(json.loads(usage.output) for usage in said)
+                usages = [run([sys.executable, "-c", PLANNING, str(source), str(zero), str(ranks)]) for _ in range(3)]
+                seconds, parameters, extents = min(json.loads(usage.output) for usage in usages)
                 taken.append((ranks, seconds))
             exponent = _slope([(math.log(ranks), math.log(seconds)) for ranks, seconds in taken])
             ranks, seconds = taken[-1]
             label = f"plan of ZeRO-{zero} dp {ranks}"
-            detail = {"parameters": parameters, "extents": extents, "rss_mb": max(u.rss for u in said) / 1e6}
+            detail = {"parameters": parameters, "extents": extents, "rss_mb": max(u.rss for u in usages) / 1e6}
             self.add(label, seconds, "s", f"≤ {limit:g}", seconds <= limit, **detail)
             self.add(f"{label}: growth", exponent, "exponent", "≤ 1.15", exponent <= 1.15, seconds=dict(taken))
         shutil.rmtree(source)
 
     def resuming(self) -> None:
-        """From a saved ZeRO-1 dp 4 checkpoint to a real engine that holds it, by DeepSpeed's route and by ours."""
+        """From a saved ZeRO-1 dp 4 checkpoint to a real engine that has loaded it, by DeepSpeed's tools and by ucp."""
         gb, world = self.given.engine_gb, self.given.engine_ranks
         source = self.make("saved", gb, "--dp", "4")
         theirs, ours = self.work / "theirs", self.work / "ours"
@@ -137,7 +137,7 @@ class ReshardBench(Bench):
             shutil.rmtree(folder)
 
     def load(self, how: str, folder: Path, gb: float) -> list[dict[str, Any]]:
-        """What every rank of a fresh job says of its load."""
+        """What every rank of a new job reports about its load."""
         world = self.given.engine_ranks
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -191,7 +191,7 @@ def _median(ratio: Callable[[Usage, Usage], float], mine: Sequence[Usage], their
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float:
-    """Of the straight line nearest to the points."""
+    """Slope of the straight line nearest to the points."""
     x, y = (statistics.fmean(values) for values in zip(*points, strict=True))
     return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
 
@@ -207,7 +207,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="threads, and workers of ds_to_universal")
     parser.add_argument("--work", type=Path, help="folder to work in [default: a temporary one in the project]")
     parser.add_argument("--skip-engines", action="store_true", help="leave out real DeepSpeed, which takes minutes")
-    parser.add_argument("--keep-memory", action="store_true", help="keep free memory from the host meanwhile (root)")
+    parser.add_argument(
+        "--keep-memory", action="store_true", help="do not return free memory to the host meanwhile (root)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     given = parser.parse_args()

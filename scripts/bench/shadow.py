@@ -41,16 +41,16 @@ import torch
 from shadow_cores import Cores
 from shadow_published import CLAIMS, LIGHTCHECK, show_beside
 
-IDLE_LOAD = 0.3  # of every core, at most, where the clock is believed
-SHADOW_MOST = 1.03  # what a shadow may cost where a core is free for it
+IDLE_LOAD = 0.3  # load per core up to which wall time is trusted
+SHADOW_MOST = 1.03  # what a shadow may cost if a core is free for it
 MOST = 1.05  # what checkpoints may cost: how often can they be taken then?
-INTERVALS = (10, 100)  # steps between saves, with which a shadow is compared, too
-SHARES = (0.6, 0.95)  # of the time: after the first part no round of all rows is begun, after the second none at all
+INTERVALS = (10, 100)  # steps between saves that a shadow is compared with as well
+SHARES = (0.6, 0.95)  # of the time: after the first no round of all rows is started, after the second none at all
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A row: how the state is kept, after every so many steps, and which job it is of."""
+    """A row: how the state is saved, after how many steps, and of which job."""
 
     name: str
     way: str
@@ -79,7 +79,7 @@ def variants(few: int, deepspeed: bool) -> list[Variant]:
 
 
 def interval(ratios: Sequence[float], shard: float = 0.9, draws: int = 4000) -> tuple[float, float]:
-    """Where the median of such ratios lies with this probability: bootstrap, always the same for the same ratios."""
+    """The confidence interval of the median of such ratios: bootstrap with a fixed seed."""
     chance = random.Random(0)
     medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(draws))
     cut = (1 - shard) / 2
@@ -89,10 +89,10 @@ def interval(ratios: Sequence[float], shard: float = 0.9, draws: int = 4000) -> 
 def measure(
     jobs: dict[bool, parts.Job], rows: Sequence[Variant], steps: int, rounds: int, until: float, cores: Cores
 ) -> Any:
-    """Blocks of all rows in turns, in an order that changes: name → list of blocks."""
+    """Alternating blocks of all rows, in a changing order: name → list of blocks."""
     taken: dict[str, list[parts.Kept]] = {row.name: [] for row in rows}
     chance = random.Random(1)
-    took = 0.0  # seconds of the round before
+    took = 0.0  # seconds of the previous round
     for number in range(rounds):
         if number > 0 and time.monotonic() + took > until:
             break
@@ -106,7 +106,7 @@ def measure(
 
 
 def ratios_of(blocks: Sequence[parts.Kept], plain: Sequence[parts.Kept]) -> list[float]:
-    """Blocks of a row against the blocks of the same rounds without anything."""
+    """Blocks of a row relative to the blocks of the same rounds without saving."""
     return [mine.seconds / other.seconds for mine, other in zip(blocks, plain, strict=True)]
 
 
@@ -119,7 +119,7 @@ def row_of(
     saves = sum(kept.saves for kept in blocks)
     step = statistics.median(kept.seconds for kept in plain) / steps
     ratio = statistics.median(ratios)
-    told: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "every": row.every,
         "ratio": ratio,
         "interval": [low, high],
@@ -129,18 +129,18 @@ def row_of(
     }
     latency = statistics.median(kept.latency for kept in blocks)
     if row.way == "log and shadow":
-        told["seconds_until_held"] = latency
-        told["steps_lost_a_failure"] = lost(1, latency, step)
+        figures["seconds_until_held"] = latency
+        figures["steps_lost_a_failure"] = lost(1, latency, step)
     elif saves and row.way not in ("nothing", "log"):
         a_save = max(0.0, (ratio - 1) * step * steps * len(blocks) / saves)
-        told["seconds_a_save"] = a_save
-        told["every_for_5_percent"] = max(1, math.ceil(a_save / ((MOST - 1) * step)))
-        told["seconds_until_durable"] = latency
-        told["steps_lost_a_failure"] = lost(told["every_for_5_percent"], latency, step)
-        told["steps_lost_every"] = {every: lost(every, latency, step) for every in INTERVALS}
+        figures["seconds_a_save"] = a_save
+        figures["every_for_5_percent"] = max(1, math.ceil(a_save / ((MOST - 1) * step)))
+        figures["seconds_until_durable"] = latency
+        figures["steps_lost_a_failure"] = lost(figures["every_for_5_percent"], latency, step)
+        figures["steps_lost_every"] = {every: lost(every, latency, step) for every in INTERVALS}
     if any(kept.hook_cpu for kept in blocks):
-        told["hook_cpu_a_save"] = sum(kept.hook_cpu for kept in blocks) / max(1, saves)
-    return told
+        figures["hook_cpu_a_save"] = sum(kept.hook_cpu for kept in blocks) / max(1, saves)
+    return figures
 
 
 def lost(every: int, latency: float, step: float) -> float:
@@ -149,35 +149,35 @@ def lost(every: int, latency: float, step: float) -> float:
 
 
 def main() -> None:
-    told = arguments()
+    options = arguments()
     load = os.getloadavg()[0]
     began = time.monotonic()
-    cores = Cores(both=told.both_cores, background=told.background)
-    size = (told.width, told.layers, told.tokens)
+    cores = Cores(both=options.both_cores, background=options.background)
+    size = (options.width, options.layers, options.tokens)
     jobs: dict[bool, parts.Job] = {False: parts.Job(*size)}
-    if not told.no_deepspeed:
+    if not options.no_deepspeed:
         jobs[True] = parts.EngineJob(*size)
-    rows = variants(told.every, True in jobs)
-    taken = measure(jobs, rows, told.steps, told.rounds, began + SHARES[0] * told.seconds, cores)
+    rows = variants(options.every, True in jobs)
+    taken = measure(jobs, rows, options.steps, options.rounds, began + SHARES[0] * options.seconds, cores)
     results = {
-        row.name: row_of(row, taken[row.name], taken["DeepSpeed: nothing" if row.engine else "nothing"], told.steps)
+        row.name: row_of(row, taken[row.name], taken["DeepSpeed: nothing" if row.engine else "nothing"], options.steps)
         for row in rows
     }
-    often = min(results["snapshots, every step"]["every_for_5_percent"], 5 * told.steps)
+    often = min(results["snapshots, every step"]["every_for_5_percent"], 5 * options.steps)
     best = Variant("snapshots, as often as 5 % allow", "snapshots", often)
-    steps = max(told.steps, 2 * often)
+    steps = max(options.steps, 2 * often)
     followed = next(row for row in rows if row.way == "log and shadow")
-    again = measure(jobs, [rows[0], followed, best], steps, told.rounds, began + SHARES[1] * told.seconds, cores)
+    again = measure(jobs, [rows[0], followed, best], steps, options.rounds, began + SHARES[1] * options.seconds, cores)
     results[best.name] = row_of(best, again[best.name], again["nothing"], steps)
     more = ratios_of(again[followed.name], again["nothing"])
-    results[followed.name] = row_of(followed, taken[followed.name], taken["nothing"], told.steps, more)
+    results[followed.name] = row_of(followed, taken[followed.name], taken["nothing"], options.steps, more)
     lags = [lag for kept in taken["log and shadow"] for lag in kept.lags]
     result = {
         "machine": {"cpus": os.cpu_count(), "cpu": processor(), "torch": torch.__version__},
-        "cores": cores.told(),
+        "cores": cores.describe(),
         "parameters": sum(p.numel() for p in jobs[False].net.parameters()),
         "state_bytes": 12 * sum(p.numel() for p in jobs[False].net.parameters()),  # weights and two moments
-        "tokens": told.tokens,
+        "tokens": options.tokens,
         "threads": torch.get_num_threads(),
         "load_before": load,
         "idle": load < IDLE_LOAD * (os.cpu_count() or 1),
@@ -188,12 +188,14 @@ def main() -> None:
         "published": [LIGHTCHECK, *CLAIMS],
     }
     show(result)
-    if told.json is not None:
-        told.json.write_text(json.dumps({**result, "given": {k: str(v) for k, v in vars(told).items()}}, indent=1))
+    if options.json is not None:
+        options.json.write_text(
+            json.dumps({**result, "given": {k: str(v) for k, v in vars(options).items()}}, indent=1)
+        )
 
 
 def processor() -> str:
-    """The name of the processor, as the system tells it."""
+    """The name of the processor, as the system reports it."""
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     return names[0] if names else platform.machine()
@@ -202,7 +204,7 @@ def processor() -> str:
 def repeated(results: dict[str, Any]) -> dict[str, Any]:
     """Finished steps that a failure costs, and how much less that is with a shadow.
 
-    At the frequency that 5 % of overhead allow, and for saves after every so many steps.
+    At the frequency that 5 % of overhead allow, and for saves at fixed numbers of steps.
     """
     shadow = results["log and shadow"]["steps_lost_a_failure"]
     found = {}
@@ -216,10 +218,10 @@ def repeated(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"{result['parameters']:,} parameters, {result['tokens']} tokens a step; {result['cores']}")
+    print(f"{result['parameters']:,} parameters, {result['tokens']} tokens per step; {result['cores']}")
     rounds = {name: row["rounds"] for name, row in result["rows"].items()}
     print(f"{min(rounds.values())} to {max(rounds.values())} rounds, {result['seconds']:.0f} s")
-    print(f"{'':42}{'× nothing':>10}  {'90 % interval':>15}  {'ms a save':>9}  {'for 5 %: every':>14}  {'lost':>6}")
+    print(f"{'':42}{'× nothing':>10}  {'90 % interval':>15}  {'ms per save':>9}  {'for 5 %: every':>14}  {'lost':>6}")
     for name, row in result["rows"].items():
         low, high = row["interval"]
         cells = f"{name:42}{row['ratio']:10.3f}  {f'{low:.3f}-{high:.3f}':>15}"
@@ -247,7 +249,7 @@ def show(result: dict[str, Any]) -> None:
         print(f"  {name:42}{cells}")
     show_beside(result)
     if not result["idle"]:
-        print(f"not measured: the machine was busy before (load {result['load_before']:.1f}); times tell little")
+        print(f"not measured: the machine was busy before (load {result['load_before']:.1f}); times are not reliable")
 
 
 def judge(what: str, value: float, limit: float, idle: bool) -> None:
@@ -259,19 +261,19 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--both-cores", action="store_true", help="train on all cores: none is free")
     parser.add_argument("--background", choices=["free", "trainer"], default="free", help="core of threads that write")
-    parser.add_argument("--seconds", type=float, default=500.0, help="that all of it may take")
+    parser.add_argument("--seconds", type=float, default=500.0, help="seconds that everything may take")
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=8, help="in a block")
     parser.add_argument("--every", type=int, default=5, help="steps between snapshots in one of the rows")
-    parser.add_argument("--rounds", type=int, default=15, help="at most, as far as the time reaches")
+    parser.add_argument("--rounds", type=int, default=15, help="at most, if there is enough time")
     parser.add_argument("--no-deepspeed", action="store_true", help="leave out the rows of an engine")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    told = parser.parse_args()
-    if told.every > told.steps:
+    options = parser.parse_args()
+    if options.every > options.steps:
         sys.exit("--every: a block needs at least as many steps")
-    return told
+    return options
 
 
 if __name__ == "__main__":

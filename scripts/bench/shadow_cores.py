@@ -1,4 +1,4 @@
-"""Assignment of cores in shadow.py: training on one, everything that keeps its state on another."""
+"""Assignment of cores in shadow.py: training on one, everything that saves its state on another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BESIDE = "threads of the trainer's process that keep the state run on its own co
 
 
 class Cores:
-    """The trainer's core and the free one. Where there are none to give (`both`), nothing is pinned."""
+    """The trainer's core and the free one. Without a core to spare (`both`), nothing is pinned."""
 
     def __init__(self, *, both: bool, background: str) -> None:
         self.cores = sorted(os.sched_getaffinity(0))
@@ -37,7 +37,7 @@ class Cores:
 
     @contextmanager
     def on_the_free_one(self) -> Iterator[None]:
-        """What is started inside, and all its threads, runs on the free core."""
+        """Whatever is started inside, with all its threads, runs on the free core."""
         if self.pins:
             self._pin(self.free)
         try:
@@ -46,7 +46,7 @@ class Cores:
             if self.pins:
                 self._pin(self.trainer)
 
-    def told(self) -> str:
+    def describe(self) -> str:
         if not self.pins:
             return f"{torch.get_num_threads()} threads on all cores, nothing pinned"
         how = FREE if self.background == "free" else BESIDE
@@ -54,7 +54,7 @@ class Cores:
 
     @staticmethod
     def _pin(core: int) -> None:
-        os.sched_setaffinity(0, {core})  # of this thread; what it starts begins there as well
+        os.sched_setaffinity(0, {core})  # of this thread; what it starts inherits it
 
     def _send_threads_away(self) -> None:
         run, free = threading.Thread.run, self.free

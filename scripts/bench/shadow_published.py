@@ -21,7 +21,7 @@ LIGHTCHECK: dict[str, Any] = {
     ],
 }
 
-# Claims of abstracts, where the tables could not be had.
+# Claims of abstracts, if the tables are not available.
 CLAIMS = [
     {
         "system": "CheckFreq (FAST 2021)",

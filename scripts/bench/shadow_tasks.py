@@ -1,4 +1,4 @@
-"""The measurements of shadow.py: jobs, and the ways in which their state is kept."""
+"""The measurements of shadow.py: jobs, and the ways in which their state is saved."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Job:
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """What `ucp` functions want of it."""
+        """The arguments for functions of `ucp`."""
         return self.net, self.optimizer
 
     def step(self) -> None:
@@ -115,7 +115,7 @@ class TwoPhase:
 
 
 def save_durably(state: Any, path: Path) -> None:
-    """`torch.save`, on disk when it returns, and whole or not at all."""
+    """`torch.save`, durable when it returns, and whole or not at all."""
     staged = path.with_suffix(".new")
     with staged.open("wb") as file:
         torch.save(state, file)
@@ -126,7 +126,7 @@ def save_durably(state: Any, path: Path) -> None:
 
 @contextmanager
 def shadow(cores: Cores) -> Iterator[str]:
-    """A running shadow, on the free core; gives its address."""
+    """A running shadow, on the free core; yields its address."""
     with cores.on_the_free_one():
         process = subprocess.Popen(
             [sys.executable, "-m", "ucp", "shadow", "--listen", "127.0.0.1:0"],
@@ -145,7 +145,7 @@ def shadow(cores: Cores) -> Iterator[str]:
 
 @dataclass
 class Kept:
-    """What one block of steps told."""
+    """The measurements of one block of steps."""
 
     seconds: float = 0.0  # of all its steps
     asking: float = 0.0  # seconds that the measurement itself spent in between
@@ -153,17 +153,17 @@ class Kept:
     latency: float = 0.0  # seconds from a save's step until it is durable (or the shadow has it), on average
     hook_cpu: float = 0.0  # CPU seconds of the trainer's thread inside hooks
     lags: list[int] = field(default_factory=list)  # of the shadow in steps, right after a step
-    url: str | None = None  # of the shadow, where there is one
+    url: str | None = None  # of the shadow, if there is one
 
 
 def block(job: Job, steps: int, way: str, every: int, folder: Path, cores: Cores) -> Kept:
-    """Time `steps` steps while the state is kept in a certain `way`, after every so many steps."""
+    """Time `steps` steps while the state is saved in a certain `way` at intervals."""
     kept = Kept()
     with ExitStack() as stack:
         if way == "log and shadow":
             kept.url = stack.enter_context(shadow(cores))
         after, finish = WAYS[way](job, every, folder, kept, stack)
-        job.step()  # the first pays for what is made once, and is not counted
+        job.step()  # the first pays for one-time costs, and is not counted
         after(0)
         began = time.perf_counter()
         for number in range(1, steps + 1):
@@ -184,7 +184,7 @@ def nothing(job: Job, every: int, folder: Path, kept: Kept, stack: ExitStack) ->
 
 
 def log(job: Job, every: int, folder: Path, kept: Kept, stack: ExitStack) -> tuple[After, Callable[[], None]]:
-    """A log has every step; the shadow that is there gets it as well."""
+    """A log contains every step; an existing shadow receives it as well."""
     del every
     url = kept.url
     recorder = stack.enter_context(ucp.record(folder / "run", *job.args, to=url))
@@ -193,11 +193,11 @@ def log(job: Job, every: int, folder: Path, kept: Kept, stack: ExitStack) -> tup
     def after(number: int) -> None:
         if number and url is not None and number % 5 == 0:
             began = time.perf_counter()
-            told, step = status(url), recorder.stats()["step"]
-            kept.lags.append(step - int(told["step"]))
-            while int(told["step"]) < step:
+            shadow_status, step = status(url), recorder.stats()["step"]
+            kept.lags.append(step - int(shadow_status["step"]))
+            while int(shadow_status["step"]) < step:
                 time.sleep(0.001)
-                told = status(url)
+                shadow_status = status(url)
             latencies.append(time.perf_counter() - began)
             kept.asking += latencies[-1]
         kept.saves += 1
@@ -220,10 +220,10 @@ def snapshots_in_store(
 
 
 def _snapshots(job: Job, every: int, path: Path, kept: Kept, stack: ExitStack) -> tuple[After, Callable[[], None]]:
-    # As other ways do, it waits where the disk is behind: what counts is how many are taken in which time.
+    # Like other ways, it waits if the disk is behind: what counts is the rate of snapshots.
     taken = stack.enter_context(ucp.snapshot(path, *job.args, every=every, busy="wait"))
     taken.take()
-    taken.wait()  # which lays the files out
+    taken.wait()  # which creates the layout of the files
     before = taken.stats()["hook_cpu_seconds"]
     saves = taken.taken
 
@@ -250,7 +250,7 @@ def deepspeed_save(
 
 
 def _pausing(every: int, kept: Kept, save: Callable[[], Any]) -> tuple[After, Callable[[], None]]:
-    """Training stands still while it saves."""
+    """Training pauses while it saves."""
     latencies: list[float] = []
 
     def after(number: int) -> None:

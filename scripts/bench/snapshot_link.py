@@ -26,16 +26,16 @@ from click.testing import CliRunner
 import ucp
 from ucp.cli.snapshot import command
 
-IDLE_LOAD = 0.3  # of every core, at most, where the clock is believed
-STALL_MOST = 0.01  # of an iteration, where there is room
+IDLE_LOAD = 0.3  # load per core up to which wall time is trusted
+STALL_MOST = 0.01  # of an iteration, if there is room
 EVERY = 5  # steps from one snapshot to the next: it is written by then
-OFF_MOST = 0.1  # of the planned stall, where there is not
+OFF_MOST = 0.1  # of the planned stall, if there is not
 
 
 def measure(room: float, seconds: float, elements: int, count: int) -> dict[str, Any]:
-    """Take `count` snapshots of a job with steps of so many `seconds`; the link has `room` for so much of its state."""
+    """Take `count` snapshots of a job with steps of `seconds`; the link has `room` for that fraction of its state."""
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(1, elements // 16, bias=False) for _ in range(8)]  # three states: 12 bytes an element
+    layers = [torch.nn.Linear(1, elements // 16, bias=False) for _ in range(8)]  # three states: 12 bytes per element
     net = torch.nn.ModuleList(layers)
     optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
     for p in net.parameters():
@@ -47,14 +47,14 @@ def measure(room: float, seconds: float, elements: int, count: int) -> dict[str,
         with ucp.snapshot(path, net, optimizer, every=EVERY, rate=room * state / seconds, durable=False) as snapshots:
             for number in range(1, EVERY * (count + 3) + 1):
                 began = time.perf_counter()
-                told = plan(path) if number % EVERY == 0 else None
-                # Stands for forward and backward passes: nothing is written, and what is asked does not make it longer.
+                newest = plan(path) if number % EVERY == 0 else None
+                # Represents forward and backward passes: nothing is written, and queries do not make it longer.
                 time.sleep(max(0.0, seconds - (time.perf_counter() - began)))
                 optimizer.step()
-                if told is not None:
-                    planned.append(told["planned"]["stall"])
-                    measured.append(told["measured"]["stall"])
-                    feasible.append(told["feasible"])
+                if newest is not None:
+                    planned.append(newest["planned"]["stall"])
+                    measured.append(newest["measured"]["stall"])
+                    feasible.append(newest["feasible"])
             skipped = snapshots.skipped
     kept = slice(3, None)  # rates are smoothed over some snapshots
     return {
@@ -69,7 +69,7 @@ def measure(room: float, seconds: float, elements: int, count: int) -> dict[str,
 
 
 def plan(path: Path) -> Any:
-    """What `ucp snapshot plan` says of the newest snapshot; None where it was the first."""
+    """The plan of `ucp snapshot plan` for the newest snapshot; None if it was the first."""
     done = CliRunner().invoke(command, ["plan", str(path), "--json"])
     return json.loads(done.output) if done.exit_code == 0 else None
 
@@ -81,13 +81,13 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=8_000_000)
     parser.add_argument("--count", type=int, default=15, help="snapshots of each")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    told = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
-    print(f"load before: {load:.2f}; steps of {told.seconds} s")
+    print(f"load before: {load:.2f}; steps of {options.seconds} s")
     rows = []
-    for room in told.room:
-        found = measure(room, told.seconds, told.elements, told.count)
+    for room in options.room:
+        found = measure(room, options.seconds, options.elements, options.count)
         rows.append(found)
         stall, wanted = found["measured"], found["planned"]
         if found["feasible"] == 1:
@@ -102,9 +102,9 @@ def main() -> None:
             f" feasible {100 * found['feasible']:.0f} %, {found['skipped']} skipped"
         )
     if load >= IDLE_LOAD * (os.cpu_count() or 1):
-        print("not measured: the machine was busy before; times tell little")
-    if told.json is not None:
-        told.json.write_text(json.dumps({"load_before": load, "rows": rows}, indent=1))
+        print("not measured: the machine was busy before; times are not reliable")
+    if options.json is not None:
+        options.json.write_text(json.dumps({"load_before": load, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

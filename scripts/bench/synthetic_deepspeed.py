@@ -43,7 +43,7 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 BYTES_PER_PARAMETER = {1: 14, 3: 12}  # three float32 states, and a bfloat16 weight below stage 3
 SUB_GROUP_ELEMENTS = 1_000_000_000  # DeepSpeed's default for stage 3
 
-# How names are cut over tensor-parallel ranks, as a client of DeepSpeed would say it.
+# How names are split over tensor-parallel ranks, as a client of DeepSpeed would specify it.
 VOCABULARY = [r"embed\.weight$"]
 ROW_PARALLEL = [r".*\.(proj|down)\.weight$"]
 REPLICATED = [r"pos\.weight$", r".*ln\w*\.(weight|bias)$", r".*\.(proj|down)\.bias$"]
@@ -60,7 +60,7 @@ class Gpt:
 
     @staticmethod
     def of_size(parameters: int) -> Gpt:
-        """A model of about so many parameters with sensible proportions."""
+        """A model of about this many parameters with sensible proportions."""
         hidden = next((h for h in (8192, 4096, 2048, 1024, 512, 256, 128) if 8 * 12 * h * h <= parameters), 64)
         padded_vocab = max(128, min(50304, parameters // (4 * hidden)) // 128 * 128)
         layers = max(1, round((parameters - (padded_vocab + 1024) * hidden) / (12 * hidden * hidden + 13 * hidden)))
@@ -98,14 +98,14 @@ def _local_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
 
 
 class Noise:
-    """Random numbers by name: any range of any state of any parameter, made from one re-used block."""
+    """Random numbers by name: any range of any state of any parameter, from one reused block."""
 
     def __init__(self) -> None:
         values = torch.randn(1_048_583, generator=torch.Generator().manual_seed(0)) * 0.02
         self._blocks = {"master": values, "exp_avg": values * 1e-3, "exp_avg_sq": values * values * 1e-3}
 
     def fill(self, out: torch.Tensor, name: str, kind: str, tp_rank: int, start: int) -> None:
-        """Elements `[start, start + len(out))` of what a tensor-parallel rank holds, cast to `out`'s type."""
+        """Elements `[start, start + len(out))` of a tensor-parallel rank's slice, cast to `out`'s type."""
         block = self._blocks[kind]
         seed = crc32(name.encode()) + (0 if _matches(REPLICATED, name) else 7919 * tp_rank)
         done = 0
@@ -117,7 +117,7 @@ class Noise:
 
 
 class FlatGroup:
-    """One flat buffer: parameters end to end, in elements; `total` includes zeros up to a multiple of `align`."""
+    """One flat buffer: concatenated parameters, in elements; `total` includes zeros up to a multiple of `align`."""
 
     def __init__(self, shapes: OrderedDict[str, torch.Size], align: int) -> None:
         self.shapes = shapes
@@ -127,7 +127,7 @@ class FlatGroup:
         self.total = -(-self.content // align) * align
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
-        """What lies in `[start, stop)`: name, first element in the parameter, first in the range, number of them."""
+        """Parameters in `[start, stop)`: name, first element in the parameter, first in the range, count."""
         first = max(0, bisect_right(self._edges, start) - 1)
         for number in range(first, len(self._names)):
             lo, hi = max(start, self._edges[number]), min(stop, self._edges[number + 1])
@@ -244,7 +244,7 @@ class Maker:
             save(self._optimizer_tree(tree), self._optimizer_name(tp_rank, dp_rank))
 
     def _sub_groups(self) -> tuple[list[OrderedDict[str, torch.Size]], list[list[int]]]:
-        """Each group cut whenever a rank's share reaches the limit, and which sub-groups belong to each group."""
+        """Each group, split when a rank's part reaches the limit, and which sub-groups belong to each group."""
         sub_groups: list[OrderedDict[str, torch.Size]] = []
         members: list[list[int]] = []
         for group in self.groups:
@@ -333,7 +333,7 @@ class Maker:
 
 
 def _mark_rank(path: Path, flat: list[FlatGroup], tp_rank: int) -> None:
-    """Write the rank where each weight that is cut begins: slices of holes alone would look like copies."""
+    """Write the rank at the start of each sliced weight: slices that are only holes would look like copies."""
     reader = torch._C.PyTorchFileReader(str(path))
     mark = bytes([1 + tp_rank % 255]) * 64
     with path.open("r+b", buffering=0) as file:
@@ -347,7 +347,7 @@ def _mark_rank(path: Path, flat: list[FlatGroup], tp_rank: int) -> None:
 
 
 def make(save_dir: Path, nbytes: float, *, zero: int = 1, tp: int = 1, dp: int = 4, sparse: bool = False) -> Gpt:
-    """Write a checkpoint of about `nbytes` below `save_dir` (with `latest`); gives the model that it is of."""
+    """Write a checkpoint of about `nbytes` below `save_dir` (with `latest`); returns its model."""
     model = Gpt.of_size(int(nbytes / BYTES_PER_PARAMETER[zero]))
     Maker(save_dir, model, zero=zero, tp=tp, dp=dp, sparse=sparse).write()
     return model

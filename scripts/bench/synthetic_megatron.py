@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Make up a Megatron checkpoint of a given size, with optimizer state, as a `torch_dist` folder.
+"""Make a synthetic Megatron checkpoint of a given size, with optimizer state, as a `torch_dist` folder.
 
     .venv/bin/python scripts/bench/synthetic_megatron.py folder --gb 1.2 --tp 2 --pp 2
 
@@ -61,7 +61,7 @@ def model_of(nbytes: float) -> tuple[int, int, int]:
 
 
 def arguments_of(hidden: int, layers: int, vocabulary: int) -> dict[str, Any]:
-    """What a job of one rank would have saved of its arguments."""
+    """The arguments that a job of one rank would have saved."""
     return {
         "num_layers": layers,
         "hidden_size": hidden,
@@ -103,7 +103,7 @@ def arguments_of(hidden: int, layers: int, vocabulary: int) -> dict[str, Any]:
 
 
 def make_noise(root: Path, numel: int) -> None:
-    """A file of so many float32 numbers, all of them positive: they may be second moments."""
+    """A file of random float32 numbers, all of them positive: they may be second moments."""
     block = np.abs(np.random.default_rng(0).standard_normal(1_048_583, dtype=np.float32)) * np.float32(0.02)
     with (root / NOISE).open("wb") as file:
         left = numel
@@ -118,7 +118,7 @@ def noise_atom(name: str, kind: str, shape: tuple[int, ...], dtype: DType, start
 
 
 def parameter_of(name: str, shape: tuple[int, ...], arguments: JobArguments, room: int) -> Parameter:
-    """A parameter whose states are stretches of the noise, which start within its first `room` elements."""
+    """A parameter whose states are ranges of the noise, which start within its first `room` elements."""
     rule = split_rule(name, [shape], arguments, lambda _: None)
     assert rule is not None, name
     seed = sum(name.encode()) * 7919

@@ -33,7 +33,7 @@ from typing import Any
 from convert import HERE, PROJECT, UCP, Bench, Usage, measure, run
 
 TP = 4
-QUIET_SECONDS = 60.0  # most that a turn waits for other programs' pages
+QUIET_SECONDS = 60.0  # seconds that a round waits at most for pages of other programs
 EXPORT = """
 import json, resource, sys, time
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -48,7 +48,7 @@ print(json.dumps({"seconds": time.perf_counter() - begin, "rss": 1024 * (peak - 
 class MegatronBench(Bench):
     """The figures of Megatron's folders."""
 
-    unquiet = 0  # most bytes that others had left to write when a turn began
+    unquiet = 0  # most bytes that other programs had left to write when a round started
 
     def make_up(self, gb: float) -> Path:
         """A checkpoint of about `gb` · 10⁹ bytes in the page cache."""
@@ -66,7 +66,7 @@ class MegatronBench(Bench):
         return path
 
     def reshard(self, source: Path, label: str) -> tuple[float, float]:
-        """Against `cp`, in turns; gives seconds and bytes of the best round."""
+        """Compare with `cp`, alternating; returns seconds and bytes of the best round."""
         options = ["--to", "torch-dist", "--tp", str(TP), "--pp", "1", "--jobs", str(self.given.jobs)]
         run([*UCP, "convert", str(source), str(self.out()), *options])  # not counted: bytecode, caches
         ucp, cp = self.in_turns(
@@ -84,7 +84,7 @@ class MegatronBench(Bench):
         return min(usage.wall for usage in ucp), float(peak)
 
     def out(self) -> Path:
-        """A fresh output path, returned when hardly any dirty pages of any program are left."""
+        """A new output path, returned when hardly any dirty pages of any program are left."""
         path = super().out()
         end = time.monotonic() + QUIET_SECONDS
         while unwritten() > 0.05 * dirty_limit() and time.monotonic() < end:
@@ -102,7 +102,7 @@ class MegatronBench(Bench):
         self.add(f"{what}: memory", smaller, "× ucp", "≥ 20", smaller >= 20, mb=rss / 1e6)
 
     def megatron(self, source: Path, label: str, ours: tuple[float, float]) -> None:
-        """The load-and-save route, and whether it comes to the same."""
+        """Loading and saving with Megatron, and whether the result is the same."""
         best: tuple[float, float, float, float] | None = None
         for _ in range(self.given.peer_rounds):
             theirs = self.out()
@@ -122,7 +122,7 @@ class MegatronBench(Bench):
         shutil.rmtree(kept)
 
     def reload(self, source: Path, out: Path) -> list[dict[str, float]]:
-        """Run the job; gives what its ranks measured."""
+        """Run the job; returns what its ranks measured."""
         settings = {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
         with tempfile.TemporaryDirectory(dir=self.work) as scratch:
             ranks = [
@@ -142,7 +142,7 @@ class MegatronBench(Bench):
             return [json.loads(Path(scratch, f"{rank}.json").read_text()) for rank in range(TP)]
 
     def torch(self, source: Path, label: str, ours: tuple[float, float]) -> None:
-        """torch's exporter, which makes one file of the folder and reshards nothing."""
+        """torch's exporter, which turns the folder into one file and reshards nothing."""
         usages: list[Usage] = []
         for _ in range(self.given.peer_rounds):
             out = self.out()
@@ -175,7 +175,7 @@ class MegatronBench(Bench):
 
 
 def dirty_limit() -> float:
-    """Bytes of unwritten pages at which Linux begins to write, and writers may begin to wait."""
+    """Bytes of unwritten pages at which Linux starts to write, and writers may start to wait."""
     memory = meminfo()
     ratio = int(Path("/proc/sys/vm/dirty_background_ratio").read_text())
     fixed = int(Path("/proc/sys/vm/dirty_background_bytes").read_text())
@@ -183,7 +183,7 @@ def dirty_limit() -> float:
 
 
 def unwritten() -> int:
-    """Bytes that wait to be written, of all programs."""
+    """Bytes of all programs that wait to be written."""
     memory = meminfo()
     return memory["Dirty"] + memory["Writeback"]
 
@@ -202,11 +202,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.5, help="size of the checkpoint, in 10⁹ bytes")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peer-rounds", type=int, default=2, help="rounds of the others")
+    parser.add_argument("--peer-rounds", type=int, default=2, help="rounds of the other tools")
     parser.add_argument("--jobs", type=int, default=2, help="threads")
     parser.add_argument("--work", type=Path, help="folder to work in [default: a temporary one in the project]")
     parser.add_argument("--skip-megatron", action="store_true", help="leave out the job of megatron-core")
-    parser.add_argument("--keep-memory", action="store_true", help="keep free memory from the host meanwhile (root)")
+    parser.add_argument(
+        "--keep-memory", action="store_true", help="do not return free memory to the host meanwhile (root)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     given = parser.parse_args()

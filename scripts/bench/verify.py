@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measure `ucp verify` and `ucp report`: the deep pass against `cat`, a quick look at a thousand ranks, in one run.
+"""Measure `ucp verify` and `ucp report`: the deep pass against `cat`, a quick check of a thousand ranks, in one run.
 
     .venv/bin/python scripts/bench/verify.py                      # takes a few minutes and 20 GB of disk
     .venv/bin/python scripts/bench/verify.py --json result.json
@@ -27,7 +27,7 @@ class VerifyBench(Bench):
     """The figures of verification."""
 
     def deep(self, source: Path, label: str) -> None:
-        """Against `cat`, warm and cold; and memory."""
+        """Compare with `cat`, warm and cold; and memory."""
         files = sorted(str(path) for path in source.rglob("*") if path.is_file())
         gb = sum(os.path.getsize(file) for file in files) / 1e9
         cat = ["sh", "-c", 'cat "$@" > /dev/null', "sh", *files]
@@ -54,7 +54,7 @@ class VerifyBench(Bench):
                 self.add(f"{label}: --deep peak RSS", peak, "MB", "≤ 100", peak <= 100)
 
     def thousand(self, options: Sequence[str], label: str) -> None:
-        """A quick look at very many ranks, and the report on them."""
+        """A quick check of very many ranks, and the report on them."""
         source = self.make("sparse", self.given.sparse_gb, "--sparse", *options)
         usages = [run([*UCP, "verify", str(source), "--quick"]) for _ in range(self.given.rounds)]
         best = min(usage.wall for usage in usages)
@@ -88,7 +88,7 @@ class VerifyBench(Bench):
 
 
 def _prepare(files: Sequence[str], state: str) -> None:
-    """Have the files in the page cache, or none of them."""
+    """Load all files into the page cache, or evict all of them."""
     if state == "warm":
         run(["sh", "-c", 'cat "$@" > /dev/null', "sh", *files])
         return
@@ -108,7 +108,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="threads")
     parser.add_argument("--skip-atoms", action="store_true", help="leave out the folder of atoms")
     parser.add_argument("--work", type=Path, help="folder to work in [default: a temporary one in the project]")
-    parser.add_argument("--keep-memory", action="store_true", help="keep free memory from the host meanwhile (root)")
+    parser.add_argument(
+        "--keep-memory", action="store_true", help="do not return free memory to the host meanwhile (root)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     given = parser.parse_args()
