@@ -217,10 +217,6 @@ class _ValueCount:
         self.first = first if not self.count else min(first, self.first)
         self.count += count
 
-    @property
-    def new(self) -> tuple[int, int]:
-        return self.count - self.known, self.first
-
 
 class ValueCounts:
     """Counts invalid values of every stored state, and nonzero padding of every span. Shared by threads.
@@ -294,10 +290,10 @@ class ValueCounts:
 
     def changes(self) -> Any:
         values = [
-            (check, file, {**asdict(state), "dtype": state.dtype.name}, *counted.new)
+            (check, file, {**asdict(state), "dtype": state.dtype.name}, counted.count - counted.known, counted.first)
             for (check, file, state), counted in self._values.items()
         ]
-        padding = [(*key, *counted.new) for key, counted in self._padding.items()]
+        padding = [(*key, counted.count - counted.known, counted.first) for key, counted in self._padding.items()]
         return {"values": values, "padding": padding} if values or padding else None
 
     def merge_changes(self, changes: Any) -> None:

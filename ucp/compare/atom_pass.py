@@ -134,13 +134,13 @@ def _batches(
             yield _SlabBatch(number, flat, cut[start : start + count])
 
 
+@dataclass(frozen=True, slots=True)
 class _PassWork(Work[_SlabBatch, "tuple[int, int, Any]"]):
     """A result is the number of a group, the position of the batch's first element, and its consumer or error."""
 
-    def __init__(self, groups: Sequence[AtomGroup], consumer: Callable[[int], SlabConsumer], keep_going: bool) -> None:
-        self.groups = groups
-        self.consumer = consumer
-        self.keep_going = keep_going
+    groups: Sequence[AtomGroup]
+    consumer: Callable[[int], SlabConsumer]
+    keep_going: bool
 
     def start(self, meter: Meter) -> Worker[_SlabBatch, tuple[int, int, Any]]:
         return Worker(_PassWorker(self, meter).run)

@@ -175,17 +175,15 @@ def _key_path(key: Any, path: Any, file: Path) -> KeyPath:
     return path
 
 
+@dataclass(frozen=True, slots=True)
 class _MetadataMerger:
     """Adds the content of one metadata file to a folder."""
 
-    def __init__(
-        self, folder: DcpFolder, root: Path, file: Path, paths: Mapping[str, KeyPath], lost: dict[str, str] | None
-    ) -> None:
-        self._folder = folder
-        self._root = root
-        self._file = file
-        self._paths = paths
-        self._lost = lost
+    folder: DcpFolder
+    root: Path
+    file: Path
+    paths: Mapping[str, KeyPath]
+    lost: dict[str, str] | None
 
     def merge(self, tree: Inert) -> None:
         items = self._items(tree.get("storage_data"))
@@ -197,7 +195,7 @@ class _MetadataMerger:
             elif described.qualname == "TensorStorageMetadata":
                 self._tensor(key, described, items)
             else:
-                raise NotUnderstoodError(f"{self._file}: {key} is stored as {described.path}, which is not supported")
+                raise NotUnderstoodError(f"{self.file}: {key} is stored as {described.path}, which is not supported")
 
     def _items(self, stored: Any) -> dict[tuple[str, Shape | None], ArchiveRange]:
         if not isinstance(stored, dict):
@@ -216,64 +214,64 @@ class _MetadataMerger:
         path, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
         if info.get("transform_descriptors"):
             raise NotUnderstoodError(
-                f"{self._file}: {key} is stored through {', '.join(map(str, info.get('transform_descriptors')))}",
+                f"{self.file}: {key} is stored through {', '.join(map(str, info.get('transform_descriptors')))}",
                 hint="save it again without storage extensions (compression)",
             )
         if not isinstance(path, str) or not _is_count(start) or not _is_count(length):
             raise self._damaged(f"the location of {key} is {path!r}, {start!r}, {length!r}")
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\0" in path or not path:
             raise UnsafeError(
-                f"{self._file}: the data of {key} is located in {path!r}, outside the folder",
+                f"{self.file}: the data of {key} is located in {path!r}, outside the folder",
                 hint="no checkpoint needs that: do not trust this folder",
             )
-        file = self._folder.name + path
+        file = self.folder.name + path
         try:
             self._check_size(file, key, start, start + length)
         except UcpError as error:
-            if self._lost is None:
+            if self.lost is None:
                 raise
-            self._lost.setdefault(file, error.what)
+            self.lost.setdefault(file, error.what)
         return ArchiveRange(file, start, start + length)
 
     def _check_size(self, file: str, key: str, start: int, stop: int) -> None:
         size = self._size(file, key)
         if stop > size:
             raise IntegrityError(
-                f"{self._root / file}: has {size} bytes, but {key} should be at bytes [{start}, {stop})",
-                hint=f"the file was copied or written incompletely, or {self._file.name} is of another save; restore"
+                f"{self.root / file}: has {size} bytes, but {key} should be at bytes [{start}, {stop})",
+                hint=f"the file was copied or written incompletely, or {self.file.name} is of another save; restore"
                 " the files of one save",
             )
 
     def _size(self, file: str, key: str) -> int:
-        known = self._folder.files.get(file)
+        known = self.folder.files.get(file)
         if known is None:
             try:
-                known = (self._root / file).stat().st_size
+                known = (self.root / file).stat().st_size
             except FileNotFoundError:
                 raise InconsistentError(
-                    f"{self._root / file}: is missing; it contains {key}",
+                    f"{self.root / file}: is missing; it contains {key}",
                     hint="copy the file from the node that wrote it; without it the checkpoint is not complete",
                 ) from None
             except OSError as error:
-                raise StorageError(f"{self._root / file}: {error.strerror}") from error
-            self._folder.files[file] = known
+                raise StorageError(f"{self.root / file}: {error.strerror}") from error
+            self.folder.files[file] = known
         return known
 
     def _object(self, key: str, items: dict[tuple[str, Shape | None], ArchiveRange]) -> None:
         item = items.get((key, None))
         if item is None:
             raise self._damaged(f"it has no location for {key}")
-        entry = self._folder.entries.setdefault(key, DcpObject(key, self._paths.get(key, (key,))))
+        entry = self.folder.entries.setdefault(key, DcpObject(key, self.paths.get(key, (key,))))
         if not isinstance(entry, DcpObject):
-            raise InconsistentError(f"{self._file}: {key} is a tensor for one rank and an object for another")
+            raise InconsistentError(f"{self.file}: {key} is a tensor for one rank and an object for another")
         entry.items.append(item)
 
     def _tensor(self, key: str, described: Inert, items: dict[tuple[str, Shape | None], ArchiveRange]) -> None:
         shape, dtype = self._shape(key, described.get("size")), self._dtype(key, described.get("properties"))
-        made = DcpTensor(key, self._paths.get(key, (key,)), shape, dtype)
-        entry = self._folder.entries.setdefault(key, made)
+        made = DcpTensor(key, self.paths.get(key, (key,)), shape, dtype)
+        entry = self.folder.entries.setdefault(key, made)
         if not isinstance(entry, DcpTensor) or (entry.shape, entry.dtype) != (shape, dtype):
-            raise InconsistentError(f"{self._file}: {key} is {dtype} {list(shape)} here and different for another rank")
+            raise InconsistentError(f"{self.file}: {key} is {dtype} {list(shape)} here and different for another rank")
         chunks = described.get("chunks")
         if not isinstance(chunks, list):
             raise self._damaged(f"the chunks of {key} are {chunks!r}")
@@ -287,7 +285,7 @@ class _MetadataMerger:
             if 0 in box.shape:
                 continue  # ranks beyond the end of a short dimension list an empty chunk
             if any(stop > length for stop, length in zip(box.stop, shape, strict=True)):
-                raise InconsistentError(f"{self._file}: chunk {box} of {key} is outside its shape {list(shape)}")
+                raise InconsistentError(f"{self.file}: chunk {box} of {key} is outside its shape {list(shape)}")
             item = items.get((key, box.start))
             if item is None:
                 raise self._damaged(f"it has no location for chunk {box} of {key}")
@@ -306,11 +304,11 @@ class _MetadataMerger:
         else:
             dtype = state.get("dtype") if isinstance(state, dict) else None
         if not isinstance(dtype, DType):
-            raise NotUnderstoodError(f"{self._file}: {key} has the element type {dtype!r}, which is not supported")
+            raise NotUnderstoodError(f"{self.file}: {key} has the element type {dtype!r}, which is not supported")
         return dtype
 
     def _damaged(self, what: str) -> IntegrityError:
-        return IntegrityError(f"{self._file}: is damaged: {what}", hint=_DAMAGED)
+        return IntegrityError(f"{self.file}: is damaged: {what}", hint=_DAMAGED)
 
 
 def _is_count(value: Any) -> bool:

@@ -215,33 +215,21 @@ _DECODERS: Final[dict[str, Callable[[dict[str, Any], Mapping[str, Atom]], Any]]]
 }
 
 
+# In the order of manifests.
+_PARAMETER_FIELDS: Final = (
+    *("name", "shape", "role", "rule", "rule_origin", "padded_shape", "group", "aliases", "stages", "expert"),
+)
+
+
 def parameter_to_json(parameter: Parameter) -> dict[str, Any]:
     """Everything about a parameter but its atoms."""
-    return {
-        "name": parameter.name,
-        "shape": list(parameter.shape),
-        "role": parameter.role,
-        "rule": rule_to_json(parameter.rule),
-        "rule_origin": parameter.rule_origin,
-        "padded_shape": None if parameter.padded_shape is None else list(parameter.padded_shape),
-        "group": parameter.group,
-        "aliases": list(parameter.aliases),
-        "stages": list(parameter.stages),
-        "expert": parameter.expert,
-    }
+    fields = {name: getattr(parameter, name) for name in _PARAMETER_FIELDS}
+    fields["rule"] = rule_to_json(parameter.rule)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
 
 def parameter_from_json(entry: Mapping[str, Any]) -> Parameter:
     """The parameter that `parameter_to_json` described, without atoms."""
-    return Parameter(
-        name=entry["name"],
-        shape=tuple(entry["shape"]),
-        role=entry["role"],
-        rule=rule_from_json(entry["rule"]),
-        rule_origin=entry["rule_origin"],
-        padded_shape=None if entry["padded_shape"] is None else tuple(entry["padded_shape"]),
-        group=entry["group"],
-        aliases=tuple(map(str, entry["aliases"])),
-        stages=tuple(entry["stages"]),
-        expert=entry["expert"],
-    )
+    named = {name: entry[name] for name in _PARAMETER_FIELDS}
+    fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in named.items()}
+    return Parameter(**{**fields, "rule": rule_from_json(entry["rule"]), "aliases": tuple(map(str, entry["aliases"]))})

@@ -78,6 +78,7 @@ class Destination(Protocol):
 
     def keep(self) -> None:
         """Leave what was written for a later run."""
+        return
 
     def has_partial_output(self) -> bool:
         """Whether there is something that a later run could continue."""
@@ -99,9 +100,11 @@ class Destination(Protocol):
 
     def send_heartbeat(self) -> None:
         """Show other processes that this one is alive, if they cannot see that themselves."""
+        return
 
     def stop_heartbeat(self) -> None:
         """This process sends no more heartbeats."""
+        return
 
     def report_failure(self, text: str) -> None:
         """Record why this shard failed, for the other processes."""

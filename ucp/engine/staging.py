@@ -22,7 +22,7 @@ from ucp import settings
 from ucp.containers.crc32 import Crc32
 from ucp.core.target import Digests, OutputFile, Target
 from ucp.engine.copy_tasks import CopyTask, OutputRange, task_queues
-from ucp.engine.destination import ManifestBuilder, ShardFailure, ShardProgress
+from ucp.engine.destination import Destination, ManifestBuilder, ShardFailure, ShardProgress
 from ucp.engine.journal import Journal, JournalRecord, OutputBusyError, is_locked, journal_name, journalled_shards
 from ucp.engine.pool import Meter
 from ucp.engine.work_shard import UNSHARDED, WorkShard
@@ -46,8 +46,11 @@ def staging_folder(path: Path) -> Path:
     return path.parent / f".{path.name}.ucp-partial"
 
 
-class StagingFolder:
-    """An output folder under construction, as one process sees it; a `Destination`."""
+class StagingFolder(Destination):
+    """An output folder under construction, as one process sees it.
+
+    It sends no heartbeats: a process is alive as long as its journal is locked.
+    """
 
     def __init__(self, path: Path, target: Target, fingerprint: str, shard: WorkShard = UNSHARDED) -> None:
         self.path = path
@@ -187,10 +190,7 @@ class StagingFolder:
         check_destination(self.path)
         shards = journalled_shards(self.folder)
         if not shards:
-            raise UsageError(
-                f"{self.folder}: no shard of this target is here",
-                hint="write the shards first, with --shard 1/N to --shard N/N",
-            )
+            raise no_shards_error(self.folder)
         problems: list[str] = []
         for shard in (WorkShard(number, shards[0].count) for number in range(shards[0].count)):
             journal = self.folder / journal_name(shard)
@@ -287,12 +287,6 @@ class StagingFolder:
     def heartbeat(self, shard: WorkShard) -> object:
         return time.monotonic() if is_locked(self.folder / journal_name(shard)) else None
 
-    def send_heartbeat(self) -> None:
-        """Not needed: a process is alive as long as its journal is locked."""
-
-    def stop_heartbeat(self) -> None:
-        """Not needed."""
-
     def prepare_launch(self) -> None:
         self._failure_note(self.shard).unlink(missing_ok=True)
 
@@ -338,11 +332,14 @@ def already_exists_error(path: Path) -> UsageError:
     return UsageError(f"{path}: already exists", hint="choose another target, or remove it first")
 
 
+def no_shards_error(path: Path) -> UsageError:
+    hint = "write the shards first, with --shard 1/N to --shard N/N"
+    return UsageError(f"{path}: no shard of this target is here", hint=hint)
+
+
 def incomplete_shards_error(path: Path, problems: Iterable[str]) -> UsageError:
-    return UsageError(
-        f"{path}: {'; '.join(problems)}",
-        hint="run these shards (again: finished work is kept), then --finish",
-    )
+    hint = "run these shards (again: finished work is kept), then --finish"
+    return UsageError(f"{path}: {'; '.join(problems)}", hint=hint)
 
 
 def busy_error(path: Path, shard: WorkShard = UNSHARDED) -> OutputBusyError:

@@ -28,10 +28,10 @@ from uuid import uuid4
 from ucp import settings
 from ucp.core.target import Target
 from ucp.engine.copy_tasks import CopyTask, task_queues
-from ucp.engine.destination import ManifestBuilder, ShardFailure, ShardProgress
+from ucp.engine.destination import Destination, ManifestBuilder, ShardFailure, ShardProgress
 from ucp.engine.journal import OutputBusyError, other_conversion_error
 from ucp.engine.pool import Meter
-from ucp.engine.staging import already_exists_error, digests_of, incomplete_shards_error
+from ucp.engine.staging import already_exists_error, digests_of, incomplete_shards_error, no_shards_error
 from ucp.engine.work_shard import UNSHARDED, WorkShard
 from ucp.engine.worker import WorkerBudget, WrittenRange, run_copy_tasks, trailer_tasks
 from ucp.errors import IntegrityError, StorageError, UsageError, format_bytes
@@ -55,8 +55,11 @@ class UploadedFile:
     written: tuple[WrittenRange, ...]
 
 
-class StoreDestination:
-    """A folder of an object store under construction, as one process sees it; a `Destination`."""
+class StoreDestination(Destination):
+    """A folder of an object store under construction, as one process sees it.
+
+    Every upload is recorded as soon as it is complete, so `keep` has nothing to do.
+    """
 
     def __init__(self, path: RemotePath, target: Target, fingerprint: str, shard: WorkShard = UNSHARDED) -> None:
         self.path = path
@@ -220,10 +223,7 @@ class StoreDestination:
         objects = self._objects()
         shards = _shards_with_journals(objects)
         if not shards:
-            raise UsageError(
-                f"{self.path}: no shard of this target is here",
-                hint="write the shards first, with --shard 1/N to --shard N/N",
-            )
+            raise no_shards_error(self.path)
         problems = []
         for shard in (WorkShard(number, shards[0].count) for number in range(shards[0].count)):
             if shard not in shards:
@@ -257,9 +257,6 @@ class StoreDestination:
         marker = {"ucp": "complete", "version": 1, "fingerprint": self.fingerprint, "files": sizes}
         store.put((self.path / COMPLETION_MARKER).key, _json(marker))
         self._remove(journals)
-
-    def keep(self) -> None:
-        """Nothing to do: every upload is recorded as soon as it is complete."""
 
     def has_partial_output(self) -> bool:
         return True

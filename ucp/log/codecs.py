@@ -284,29 +284,23 @@ def unpack_varints(data: Bytes, count: int) -> npt.NDArray[np.uint64]:
 
 def difference(old: Bits, new: Bits) -> Bits:
     """new - old, modulo 2ⁿ."""
-    with np.errstate(over="ignore"):
-        delta: Bits = new - old
-    return delta
+    return new - old
 
 
 def apply_difference(old: Bits, delta: Bits) -> Bits:
     """old + delta, modulo 2ⁿ: the new bit patterns. Also adds two differences."""
-    with np.errstate(over="ignore"):
-        new: Bits = old + delta
-    return new
+    return old + delta
 
 
 def zigzag(delta: Bits) -> Bits:
     """Map small differences of either sign to small numbers."""
     width = delta.dtype.itemsize * 8
     sign = (delta >> delta.dtype.type(width - 1)).astype(delta.dtype)
-    with np.errstate(over="ignore"):
-        return cast(Bits, (delta << delta.dtype.type(1)) ^ (np.zeros_like(delta) - sign))
+    return cast(Bits, (delta << delta.dtype.type(1)) ^ (np.zeros_like(delta) - sign))
 
 
 def unzigzag(coded: Bits) -> Bits:
-    with np.errstate(over="ignore"):
-        flip = np.zeros_like(coded) - (coded & coded.dtype.type(1))
+    flip = np.zeros_like(coded) - (coded & coded.dtype.type(1))
     return cast(Bits, (coded >> coded.dtype.type(1)) ^ flip)
 
 

@@ -130,38 +130,24 @@ class WriteJob:
     states: StateFrames | None = None  # encoded once: differences are from what was written before
 
 
+@dataclass(slots=True, kw_only=True)
 class DurableBatches:
-    """Appends jobs to a stream, in one thread. Every slot is passed to `release` when it is durable or given up.
+    """Appends jobs to a stream, in one thread. Every slot is passed to `release` when it is durable or given up."""
 
-    `error` is set when nothing more can be written.
-    """
-
-    def __init__(
-        self,
-        writer: SegmentWriter,
-        stats: WriterStats,
-        release: Callable[[StepSlot], None],
-        *,
-        steps: int,
-        most_steps: int,
-        compress: bool,
-        sparse: bool,
-    ) -> None:
-        """At least `steps` steps share a sync if they are small, and never more than `most_steps`."""
-        self.error: UcpError | None = None
-        self.steps = steps
-        self.stats = stats
-        self._writer = writer
-        self._release = release
-        self._most_steps = most_steps
-        self._compress = compress
-        self._sparse = sparse
-        self._pending: list[WriteJob] = []  # written, not yet durable
-        self._pending_bytes = 0
-        self._oldest = 0.0  # when the first pending job was written
-        self._last_step = stats.durable_step
-        self._values = StateEncoder()
-        self._closed: list[tuple[Path, int]] = []  # closed segments of this writer and their last steps
+    writer: SegmentWriter
+    stats: WriterStats
+    release: Callable[[StepSlot], None]
+    steps: int  # at least this many share a sync, if they are small
+    most_steps: int  # never more than this
+    compress: bool
+    sparse: bool
+    last_step: int
+    error: UcpError | None = None  # nothing more can be written
+    values: StateEncoder = field(default_factory=StateEncoder)
+    _pending: list[WriteJob] = field(default_factory=list)  # written, not yet durable
+    _pending_bytes: int = 0
+    _oldest: float = 0.0  # when the first pending job was written
+    _closed: list[tuple[Path, int]] = field(default_factory=list)  # closed segments of this writer, and last steps
 
     def seconds_until_sync(self) -> float | None:
         """How long pending jobs may still wait for others; None if there are none."""
@@ -169,17 +155,14 @@ class DurableBatches:
             return None
         return max(0.0, self._oldest + settings.LOG_BATCH_SECONDS - time.monotonic())
 
-    def set_base_values(self, step: int, values: Sequence[StateValue]) -> None:
-        self._values.set_base_values(step, values)
-
     def add(self, job: WriteJob) -> None:
         """Append a job, and sync if that fills a batch."""
         if self.error is not None:
             self.give_back(job)
             return
         if job.kind == FrameType.EPOCH_END:
-            job.step = max(self._last_step, 0)
-        if job.slot is not None and self._writer.end > settings.LOG_SEGMENT_BYTES:
+            job.step = max(self.last_step, 0)
+        if job.slot is not None and self.writer.end > settings.LOG_SEGMENT_BYTES:
             self.rotate()
             if self._has_failed():
                 self.give_back(job)
@@ -189,7 +172,7 @@ class DurableBatches:
         steps = 1 + sum(other.slot is not None for other in self._pending)
         size = 0 if job.slot is None else job.slot.nbytes
         full = self._pending_bytes + size >= settings.LOG_BATCH_BYTES and steps >= self.steps
-        sync = job.slot is not None and (full or steps >= self._most_steps)
+        sync = job.slot is not None and (full or steps >= self.most_steps)
         self._pending.append(job)
         self._pending_bytes += size
         try:
@@ -205,7 +188,7 @@ class DurableBatches:
             return
         begin = time.perf_counter()
         try:
-            self._writer.sync()
+            self.writer.sync()
         except OSError as error:
             self._rewrite(error)
             if self._has_failed():
@@ -223,17 +206,17 @@ class DurableBatches:
     def rotate(self) -> None:
         """Close the segment; the next step starts another."""
         self.sync()
-        path = self._writer.path  # after the sync, which may have moved to another file
+        path = self.writer.path  # after the sync, which may have moved to another file
         if path is None or self._has_failed():
             return
         try:
-            self._writer.close_segment()
+            self.writer.close_segment()
         except OSError as error:
             self.error = log_write_error(path, error)
             self.give_up()
             return
         if not self._closed or self._closed[-1][0] != path:
-            self._closed.append((path, self._last_step))
+            self._closed.append((path, self.last_step))
 
     def drop_segments_upto(self, step: int) -> None:
         """Delete closed segments of this writer whose steps are all at most `step`."""
@@ -256,27 +239,27 @@ class DurableBatches:
     def give_back(self, job: WriteJob) -> None:
         """Give back a job's slot, whether it was written or not."""
         if job.slot is not None:
-            self._release(job.slot)
+            self.release(job.slot)
             job.slot = None
 
     def _has_failed(self) -> bool:
         return self.error is not None  # a call, because mypy does not expect the attribute to change
 
     def _write(self, job: WriteJob, *, batch_end: bool) -> None:
-        writer, slot = self._writer, job.slot
+        writer, slot = self.writer, job.slot
         job.lsn = writer.next_lsn
         path = writer.path
         if slot is None:
             writer.append(job.kind, job.step, [job.payload])
         else:
-            how = {"compress": self._compress, "sparse": self._sparse}
+            how = {"compress": self.compress, "sparse": self.sparse}
             blocks = [encode_block(n, slot.arrays[n], slot.dtypes[n], **how) for n in slot.present]
             if slot.values and job.states is None:
-                job.states = self._values.encode(slot.step, slot.values, compress=self._compress)
+                job.states = self.values.encode(slot.step, slot.values, compress=self.compress)
             self.stats.bytes += append_step(
                 writer, slot.step, slot.record, blocks, states=job.states, aux=slot.aux, batch_end=batch_end
             )
-            self._last_step = slot.step
+            self.last_step = slot.step
         if writer.path != path:
             self.stats.segments += 1
 
@@ -286,13 +269,13 @@ class DurableBatches:
         A failed sync is never repeated on the same file: the system may have discarded what it could not write, and
         report success the next time.
         """
-        first = next((job.lsn for job in self._pending if job.lsn >= 0), self._writer.next_lsn)
-        failed = self._writer.path or self._writer.folder
+        first = next((job.lsn for job in self._pending if job.lsn >= 0), self.writer.next_lsn)
+        failed = self.writer.path or self.writer.folder
         try:
-            self._writer.abandon(first)
+            self.writer.abandon(first)
             for job in self._pending:
                 self._write(job, batch_end=False)
-            self._writer.sync()
+            self.writer.sync()
             self.stats.rewrites += 1
         except OSError:
             self.error = log_write_error(failed, error)
@@ -341,9 +324,10 @@ class StreamWriter:
         self._bug: BaseException | None = None
         self._closed = False
         self._batches = DurableBatches(  # belongs to the thread, except for `error` and `steps`
-            writer,
-            self.stats,
-            self.release,
+            writer=writer,
+            stats=self.stats,
+            release=self.release,
+            last_step=durable_step,
             steps=batch_steps,
             most_steps=len(self.slots),
             compress=compress,
@@ -405,7 +389,7 @@ class StreamWriter:
 
     def set_base_values(self, step: int, values: Sequence[StateValue]) -> None:
         """Set the states that the log starts from: the differences of the first step are from these."""
-        self._work.put(lambda: self._batches.set_base_values(step, values))
+        self._work.put(lambda: self._batches.values.set_base_values(step, values))
 
     def rotate(self) -> None:
         """Start a new segment with the next step."""

@@ -203,7 +203,6 @@ class LoggedFiles:
         self._values = values
 
     def read_into(self, file: str, offset: int, target: memoryview) -> None:
-        """As `ComputedFiles.read_into`."""
         found = self._values.get(file)
         if found is None:
             self.inner.read_into(file, offset, target)
@@ -211,10 +210,8 @@ class LoggedFiles:
             target[:] = found.bits().tobytes()[offset : offset + len(target)]
 
     def before_fork(self) -> bool:
-        """As `ForkableFiles.before_fork`. The values were read with the log."""
         return isinstance(self.inner, ForkableFiles) and self.inner.before_fork()
 
     def in_fork(self, workers: int) -> None:
-        """As `ForkableFiles.in_fork`."""
         assert isinstance(self.inner, ForkableFiles)
         self.inner.in_fork(workers)

@@ -227,7 +227,6 @@ class ReplayedFiles:
         weakref.finalize(self, base.close)
 
     def read_into(self, file: str, offset: int, target: memoryview) -> None:
-        """As `ComputedFiles.read_into`."""
         found = self._states.get(file)
         if found is None:
             if self.inner is None:
@@ -245,7 +244,6 @@ class ReplayedFiles:
             done += len(some)
 
     def before_fork(self) -> bool:
-        """As `ForkableFiles.before_fork`: load torch and operators once, and not in every fork."""
         tensors = [tensor for tensor, _ in self._states.values()]
         if self._base.is_remote or any(tensor.stream.is_remote for tensor in tensors):
             return False
@@ -256,7 +254,6 @@ class ReplayedFiles:
         return self.inner is None or (isinstance(self.inner, ForkableFiles) and self.inner.before_fork())
 
     def in_fork(self, workers: int) -> None:
-        """As `ForkableFiles.in_fork`."""
         import torch
 
         # Threads that torch had started do not exist in the fork.

@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Final
 from ucp import settings
 from ucp.core.checkpoint import COMPUTED, ComputedFiles
 from ucp.errors import InconsistentError, IntegrityError, NotUnderstoodError, StorageError, UnsafeError, storage_errors
-from ucp.storage.storage import FolderEntry, storage_of
+from ucp.storage.storage import FolderEntry, PositionalFile, storage_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -136,19 +136,13 @@ class LocalStorage:
 LOCAL: Final = LocalStorage()
 
 
-class LocalFile:
-    """A local file, open for positional reads; a `PositionalFile`."""
+class LocalFile(PositionalFile):
+    """A local file, open for positional reads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = _open_for_reading(path)
         self.size = os.fstat(self._fd).st_size
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         os.close(self._fd)
@@ -167,10 +161,6 @@ class LocalFile:
             return read_at(self._fd, offset, size)
         except OSError as error:
             raise StorageError(f"{self.path}: cannot read bytes at {offset}: {error.strerror}") from error
-
-    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None: ...  # local reads have no round trip
-
-    def prefetch_ends(self) -> None: ...
 
 
 class LocalReader:

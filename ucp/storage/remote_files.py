@@ -14,7 +14,7 @@ from ucp.errors import IntegrityError, storage_errors
 from ucp.storage.local import scatter_bytes
 from ucp.storage.paths import RemotePath
 from ucp.storage.range_cache import RangeCache
-from ucp.storage.storage import FolderEntry
+from ucp.storage.storage import FolderEntry, PositionalFile, RangeReader
 
 
 class RemoteStorage:
@@ -51,7 +51,7 @@ def _remote(path: Path) -> RemotePath:
     return path
 
 
-class RemoteIndexFile:
+class RemoteIndexFile(PositionalFile):
     """An object of `size` bytes, read in small blocks that are cached for all files of the store."""
 
     def __init__(self, path: RemotePath, size: int) -> None:
@@ -60,17 +60,7 @@ class RemoteIndexFile:
         self._key = path.key
         self._store = path.store
 
-    def __enter__(self) -> RemoteIndexFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Nothing to release."""
-
     def read(self, offset: int, size: int) -> bytes:
-        """`size` bytes from byte `offset`; an object that ends earlier is an integrity error."""
         if offset < 0 or offset + size > self.size:
             raise IntegrityError(
                 f"{self.path}: ends at byte {self.size}, but {size} bytes at {offset} are needed",
@@ -81,7 +71,6 @@ class RemoteIndexFile:
         return bytes(data)
 
     def read_at_most(self, offset: int, size: int) -> bytes:
-        """Like `read`, but fewer bytes if the object ends."""
         return self.read(min(offset, self.size), max(0, min(size, self.size - offset)))
 
     def prefetch_ends(self) -> None:
@@ -128,7 +117,7 @@ class RemoteRawFile(io.RawIOBase):
         return len(data)
 
 
-class RemoteReader:
+class RemoteReader(RangeReader):
     """Positional reads of the objects below a folder, in large blocks, which are prefetched for sequential reads."""
 
     def __init__(self, root: RemotePath) -> None:
@@ -164,6 +153,3 @@ class RemoteReader:
         data = bytearray(size)
         self.read_into(file, offset, memoryview(data))
         return bytes(data)
-
-    def close(self) -> None:
-        """Nothing to release."""

@@ -42,6 +42,7 @@ class RangeReader(Protocol):
 
     def close(self) -> None:
         """Release what is open."""
+        return
 
 
 class PositionalFile(Protocol):
@@ -49,8 +50,11 @@ class PositionalFile(Protocol):
 
     size: int
 
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_: object) -> None: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes from byte `offset` on; a file that ends earlier is an integrity error."""
@@ -60,12 +64,15 @@ class PositionalFile(Protocol):
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Byte ranges `(offset, length)` will be read soon."""
+        del ranges
 
     def prefetch_ends(self) -> None:
         """The first and the last bytes will be read soon, then those of the next files in the folder."""
+        return
 
     def close(self) -> None:
         """Close the file."""
+        return
 
 
 class Storage(Protocol):
