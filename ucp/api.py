@@ -159,7 +159,8 @@ def report(
 ) -> WrittenReport:
     """Write one self-contained HTML `page` about the checkpoint at `src`.
 
-    `level` is that of `verify`; `sample` limits the elements of each state that statistics are measured on.
+    `level` is that of `verify`; `sample` limits the elements of each state that statistics are measured on. With
+    `compare`, the page also lists the differences from that checkpoint.
     """
     from ucp import __version__
     from ucp.core.findings import Level
@@ -168,7 +169,8 @@ def report(
 
     given = with_defaults(PageOptions, options)
     reading = _reading(given)
-    writing = ReportOptions(Level[given.level.upper()], given.statistics, given.sample, reading)
+    level = Level[given.level.upper()]
+    writing = ReportOptions(level, given.statistics, given.sample, reading, given.compare, given.tag_b)
     return write_report(src, page, writing, version=__version__, jobs=given.jobs or default_jobs(), progress=progress)
 
 

@@ -338,6 +338,8 @@ class PageOptions(ReadingOptions, _JobsOption, total=False):
         int | str | None,
         Option("Measure at most this many elements of each state (1M).", "size", metavar="COUNT"),
     ]
+    compare: Annotated[StrPath | None, Option("Another checkpoint, to compare with.", "path")]
+    tag_b: Annotated[str | None, Option("Step folder of the checkpoint to compare with.", show="that of its `latest`")]
 
 
 # --- Topics ---

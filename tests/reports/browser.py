@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,6 +16,8 @@ from urllib.request import Request, urlopen
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
+CAN_INSTALL = os.environ.get("CI") == "true" and os.geteuid() == 0 and shutil.which("apt-get") is not None
+CONTRAST = Path(__file__).with_name("contrast.js").read_text()  # a script for `Browser.run`
 
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
@@ -48,15 +52,28 @@ class Browser:
         with urlopen(request, timeout=60) as answer:
             return json.load(answer)["value"]
 
-    def open(self, page: Path) -> None:
+    def open(self, page: Path, fragment: str = "") -> None:
         """Load a file and wait until its script is through."""
-        self._call("POST", "/url", {"url": page.resolve().as_uri()})
+        self._call("POST", "/url", {"url": "about:blank"})  # a change of the fragment alone does not load it again
+        self._call("POST", "/url", {"url": page.resolve().as_uri() + fragment})
         self.wait("return document.documentElement.dataset.ready === 'yes'")
         self.settle()
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What a script returns."""
         return self._call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
+
+    def resize(self, width: int, height: int) -> None:
+        """Show the page on a screen of this size, narrower than any window may be. A width of 0 ends it."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": True}
+        ending = "Emulation.clearDeviceMetricsOverride"
+        command = ("Emulation.setDeviceMetricsOverride", size) if width else (ending, {})
+        self._call("POST", "/goog/cdp/execute", {"cmd": command[0], "params": command[1]})
+        self.settle()
+
+    def screenshot(self) -> bytes:
+        """The window as a PNG."""
+        return base64.b64decode(self._call("GET", "/screenshot"))
 
     def wait(self, script: str, seconds: float = 15) -> None:
         """Until the script gives something true."""

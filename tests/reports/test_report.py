@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ import ucp
 from tests.reports.index_only import zero1, zero3
 from tests.reports.pages import full
 from ucp import settings
+from ucp.core.checkpoint import Mesh
 from ucp.errors import IntegrityError
 from ucp.reports.atom_statistics import AtomStatistics
 from ucp.reports.html_page import html_page, measure
-from ucp.reports.page_data import page_data
+from ucp.reports.page_data import PartitionMap, page_data
 
 MB = 1_000_000
 
@@ -107,16 +109,115 @@ def test_the_command(clean: Path, tmp_path: Path) -> None:
     assert run(tmp_path / "nothing", "-o", target).returncode == 5
 
 
-def test_a_damaged_checkpoint_still_has_a_page(clean: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "checkpoint"
-    shutil.copytree(clean, copy, ignore=shutil.ignore_patterns("reference"))
-    victim = next((copy / "global_step3").glob("*optim_states.pt"))
-    victim.write_bytes(victim.read_bytes()[:-2000])
-    done = run(copy, "-o", tmp_path / "page.html")
-    assert done.returncode == 4, done.stderr
+def copy_of(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("reference*"))
+    return target
+
+
+@pytest.mark.parametrize(
+    "fixture, victim, ranks, exit_code",
+    [
+        ("z1_bf16_tp2_dp2", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", [2], 1),
+        ("z2_bf16_roundrobin_dp3", "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt", [2], 1),
+        ("z3_fp32_dp3", "zero_pp_rank_1_mp_rank_00_optim_states.pt", [1], 1),
+        ("pp2_tp2_z1_bf16_untied_dp1", "bf16_zero_pp_rank_0_mp_rank_03_optim_states.pt", [3], 1),
+    ],
+)
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_damaged_checkpoint_shows_what_survives(
+    project: Path, fixture: str, victim: str, ranks: list[int], exit_code: int, damage: str, tmp_path: Path
+) -> None:
+    folder = copy_of(project / "fixtures" / fixture, tmp_path / "checkpoint")
+    intact = ucp.open(folder).index
+    held = {
+        (atom.name, atom.kind): sum(f.region.numel for f in atom.fragments if f.file.endswith(victim))
+        for atom in intact.atoms()
+    }
+    (path,) = folder.rglob(victim)
+    path.unlink() if damage == "missing" else path.write_bytes(path.read_bytes()[:-2000])
+    done = run(folder, "-o", tmp_path / "page.html", "--json")
+    assert done.returncode == (exit_code if damage == "missing" else 4), "that of `ucp verify`"
+    shown = said(tmp_path / "page.html")
+    assert (shown["mesh"], shown["world"]) == (intact.mesh.to_json(), intact.mesh.world)
+    assert shown["parameters"]["name"] == list(intact.parameters)
+    ((number, reason, of_ranks),) = shown["lost"]["files"]
+    assert shown["partition"]["files"][number].endswith(victim)
+    assert reason.endswith(": is missing") == (damage == "missing")
+    assert of_ranks == ranks
+    lost = {(list(intact.parameters)[p], shown["kinds"][kind]): n for p, kind, n in shown["lost"]["states"]}
+    assert lost
+    assert all(held[state] == n for state, n in lost.items())
+    recovered = {state for state, n in held.items() if n and state not in lost}
+    assert all(intact.parameters[name].atoms[kind].replicas for name, kind in recovered), "a copy survives"
+    summary = json.loads(done.stdout)
+    assert (len(summary["lost"]), summary["damaged"]) == (1, len({name for name, _ in lost}))
+    measured = dict(zip(shown["kinds"], shown["statistics"], strict=True))["master"]
+    assert any(isinstance(entry, list) for entry in measured), "what survives is measured"
+    for name, kind in lost:
+        assert (
+            dict(zip(shown["kinds"], shown["statistics"], strict=True))[kind][list(intact.parameters).index(name)] == 0
+        )
+
+
+def test_a_checkpoint_of_which_nothing_can_be_read_has_a_page(clean: Path, tmp_path: Path) -> None:
+    folder = copy_of(clean, tmp_path / "checkpoint")
+    for path in folder.rglob("*.pt"):
+        path.write_bytes(b"nothing")
+    done = run(folder, "-o", tmp_path / "page.html")
+    assert done.returncode == 3, done.stderr
     shown = said(tmp_path / "page.html")
     assert "parameters" not in shown
-    assert victim.name in shown["checks"]["findings"][0]["message"]
+    assert shown["checks"]["counts"]["error"] > 0
+
+
+def test_elements_with_a_copy_in_another_file_are_not_lost() -> None:
+    checkpoint = zero1(1, 2, 2)
+    parameter = next(iter(checkpoint.parameters.values()))
+    weight = parameter.atoms["weight"]
+    first, second = weight.fragments
+    copy = [first._replace(file="copy.pt")]
+    parameter.atoms = {"weight": replace(weight, replicas=(copy,))}
+    for lost, elements in (
+        ((first.file,), 0),
+        ((second.file,), second.region.numel),
+        ((first.file, "copy.pt"), first.region.numel),
+    ):
+        checkpoint.lost = dict.fromkeys(lost, "gone")
+        partition = PartitionMap.of(checkpoint)
+        assert partition.patterns[partition.pattern_of(parameter.atoms["weight"])].lost == elements
+
+
+def test_ranks_of_a_sharded_megatron_checkpoint_are_those_of_its_mesh() -> None:
+    checkpoint = zero3(1, 8)
+    checkpoint.format, checkpoint.mesh = "torch-dist", Mesh(tp=2, pp=2, dp=2)
+    partition = PartitionMap.of(checkpoint)
+    partition.pattern_of(next(checkpoint.atoms()))
+    assert len(partition.ranks) == 8, "fragments have the numbers of processes, not coordinates"
+
+
+def test_a_comparison(clean: Path, tmp_path: Path) -> None:
+    other = copy_of(clean, tmp_path / "other")
+    model = next(other.rglob("mp_rank_00_model_states.pt"))
+    fragment = ucp.open(other).index.parameters["scale"].atoms["weight"].fragments[0]
+    data = bytearray(model.read_bytes())
+    data[fragment.offset] ^= 1
+    model.write_bytes(data)
+    done = run(clean, other, "-o", tmp_path / "page.html", "--quick", "--json")
+    assert (done.returncode, json.loads(done.stdout)["same"]) == (0, False)
+    shown = said(tmp_path / "page.html")
+    compared = shown["comparison"]
+    ((parameter, kind, elements, differing, max_abs, *_),) = compared["differences"]
+    assert (shown["parameters"]["name"][parameter], shown["kinds"][kind]) == ("scale", "weight")
+    assert (elements, differing) == (1, 1)
+    assert max_abs > 0
+    assert (compared["root"], compared["step"], compared["same"]) == (str(other), 3, False)
+    same = run(clean, clean, "-o", tmp_path / "page.html", "--quick")
+    assert same.stdout.endswith("; the two are the same\n")
+    assert run(clean, tmp_path / "nowhere", "-o", tmp_path / "page.html").returncode == 5
+    model.unlink()
+    done = run(other, clean, "-o", tmp_path / "page.html", "--quick")
+    assert done.returncode == 1
+    assert said(tmp_path / "page.html")["notes"][0].startswith("not compared with ")
 
 
 def test_a_pipe_stays_a_pipe(clean: Path, tmp_path: Path) -> None:

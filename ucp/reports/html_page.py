@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Final
 from ucp.checks.runner import verify
 from ucp.checks.verify_report import Report
 from ucp.compare.atom_pass import AtomGroup, ReadFailure, run_pass
+from ucp.compare.comparison import CompareOptions, Comparison, compare
 from ucp.core.checkpoint import Checkpoint
 from ucp.core.findings import Level
 from ucp.engine.pool import Progress
@@ -30,11 +31,12 @@ from ucp.storage.paths import local_path, parse_path
 SCRIPTS: Final = (
     "core.js",
     "model.js",
+    "table.js",
     "overview.js",
     "mesh.js",
     "map.js",
     "sizes.js",
-    "table.js",
+    "compare.js",
     "detail.js",
     "main.js",
 )
@@ -42,22 +44,34 @@ SCRIPTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
-    """What the page contains. `level` is that of the checks; `sample` limits the elements read per state."""
+    """What the page contains. `level` is that of the checks; `sample` limits the elements read per state.
+
+    `compare` is the path of another checkpoint to compare with, and `tag_b` its step folder.
+    """
 
     level: Level = Level.DEFAULT
     statistics: bool = True
     sample: int | None = None
-    reading: ReadOptions | None = None
+    reading: ReadOptions = field(default_factory=ReadOptions)
+    compare: str | os.PathLike[str] | None = None
+    tag_b: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenReport:
-    """A page that was written, and the report of its checks."""
+    """A page that was written, the report of its checks, and the comparison with another checkpoint.
+
+    `lost` are the files of the checkpoint that cannot be read; `damaged` is the number of parameters with elements that
+    are in no other file.
+    """
 
     path: Path
     nbytes: int
     parameters: int
     report: Report
+    comparison: Comparison | None = None
+    lost: tuple[str, ...] = ()
+    damaged: int = 0
 
 
 def write_report(
@@ -71,28 +85,66 @@ def write_report(
 ) -> WrittenReport:
     """Write the page about the checkpoint at `source` to `target`.
 
-    If the checkpoint cannot be opened, the page contains the findings of the checks.
+    If files of the checkpoint are missing or damaged, the page shows what the others hold, and what was lost. If
+    nothing can be read, it contains the findings of the checks.
     """
     options = options or ReportOptions()
     path, out = parse_path(source), local_path(target, "a page goes")
     _check_target(out)
-    reading = options.reading or ReadOptions()
-    checkpoint: Checkpoint | None = None
+    reading = options.reading
+    other: Checkpoint | None = None
+    if options.compare is not None:
+        other = open_checkpoint(parse_path(options.compare), replace(reading, tag=options.tag_b))
+    checkpoint, is_damaged = _open(path, reading)
+    checked = path if is_damaged or checkpoint is None else checkpoint
+    report = verify(checked, options.level, options=reading, jobs=jobs, progress=progress)
+    measured: dict[tuple[str, str], AtomStatistics | UcpError] = {}
+    comparison: Comparison | None = None
+    if checkpoint is not None and options.statistics:
+        measured = measure(checkpoint, jobs=jobs, sample=options.sample, progress=progress)
+    remarks = []
+    if other is not None and checkpoint is not None and not is_damaged:
+        comparison = compare(checkpoint, other, CompareOptions(updates=True), jobs=jobs, progress=progress)
+    elif other is not None:
+        remarks.append(f"not compared with {other.root}: files of this checkpoint are damaged")
+    data = page_data(
+        checkpoint,
+        report,
+        measured,
+        source=str(path),
+        version=version,
+        sample=options.sample,
+        comparison=comparison,
+        remarks=remarks,
+    )
+    title = path.resolve().name if other is None else f"{path.resolve().name} and {other.root.name}"
+    text = html_page(data, f"{title} · ucp report")
+    _write(out, text)
+    return WrittenReport(
+        out,
+        len(text.encode()),
+        len(checkpoint.parameters) if checkpoint is not None else 0,
+        report,
+        comparison,
+        tuple(checkpoint.lost) if checkpoint is not None else (),
+        len({state[0] for state in data["lost"]["states"]}) if data.get("lost") else 0,
+    )
+
+
+def _open(path: Path, reading: ReadOptions) -> tuple[Checkpoint | None, bool]:
+    """The index of the checkpoint, and whether it is damaged: then it is of the files that can be read, or None."""
     try:
-        checkpoint = open_checkpoint(path, reading)
+        return open_checkpoint(path, reading), False
     except UsageError:
         raise
     except UcpError:
         if not path.exists():
             raise
-    report = verify(checkpoint or path, options.level, options=reading, jobs=jobs, progress=progress)
-    measured: dict[tuple[str, str], AtomStatistics | UcpError] = {}
-    if checkpoint is not None and options.statistics:
-        measured = measure(checkpoint, jobs=jobs, sample=options.sample, progress=progress)
-    data = page_data(checkpoint, report, measured, source=str(path), version=version, sample=options.sample)
-    text = html_page(data, f"{path.resolve().name} · ucp report")
-    _write(out, text)
-    return WrittenReport(out, len(text.encode()), len(checkpoint.parameters) if checkpoint else 0, report)
+    try:
+        survivors = open_checkpoint(path, replace(reading, tolerant=True))
+    except UcpError:
+        return None, True
+    return (survivors if survivors.parameters else None), True
 
 
 def _check_target(out: Path) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ucp.checks.catalogue import CHECKS
 from ucp.checks.verify_report import Report
-from ucp.compare.comparison import layer_of
+from ucp.compare.comparison import Comparison, json_float, layer_of
 from ucp.containers.inert_json import InertEncoder
 from ucp.core.box import Box
 from ucp.core.checkpoint import STEP, Atom, Checkpoint, Fragment, Parameter, Rank
@@ -33,10 +33,11 @@ _FragmentEntry = tuple[int, int, int, int, int, int]
 
 @dataclass(slots=True)
 class PartitionPattern:
-    """How an atom is split: runs of fragments, and the number of elements on each rank."""
+    """How an atom is split: runs of fragments, the number of elements on each rank, and how many are lost."""
 
     runs: tuple[tuple[int, ...], ...]
     elements: dict[int, int]
+    lost: int = 0  # elements of which no copy is in a file that can be read
 
 
 @dataclass(slots=True)
@@ -48,6 +49,9 @@ class PartitionMap:
     boxes: list[tuple[Box, ...]] = field(default_factory=list)
     clipped: dict[int, int] = field(default_factory=dict)  # list of boxes → full length, if too long for the page
     patterns: list[PartitionPattern] = field(default_factory=list)
+    experts: dict[int, int] = field(default_factory=dict)  # rank → its expert-parallel rank, if a file states it
+    lost: dict[int, set[int]] = field(default_factory=dict)  # file that cannot be read → ranks whose data it held
+    is_numbered: bool = False  # fragments have the number of the process that wrote them in place of coordinates
     _rank_numbers: dict[Rank, int] = field(default_factory=dict)
     _file_numbers: dict[str, int] = field(default_factory=dict)
     _box_numbers: dict[tuple[Box, ...], int] = field(default_factory=dict)
@@ -59,8 +63,9 @@ class PartitionMap:
         """An empty map with all ranks of the mesh: tensor-parallel rank fastest, then data, then pipeline."""
         mesh = checkpoint.mesh
         ranks = [Rank(pp, tp, dp) for pp in range(mesh.pp) for dp in range(mesh.dp) for tp in range(mesh.tp)]
-        files = sorted(checkpoint.sizes, key=natural_order)
-        partition = PartitionMap(ranks, files)
+        files = sorted({*checkpoint.sizes, *checkpoint.lost}, key=natural_order)
+        partition = PartitionMap(ranks, files, is_numbered=checkpoint.format == "torch-dist")
+        partition.lost = {number: set() for number, file in enumerate(files) if file in checkpoint.lost}
         partition._rank_numbers = {rank: number for number, rank in enumerate(ranks)}
         partition._file_numbers = {file: number for number, file in enumerate(files)}
         return partition
@@ -84,8 +89,27 @@ class PartitionMap:
             for rank, _, _, _, length, _ in entries:
                 elements[rank] = elements.get(rank, 0) + length
             self._pattern_numbers[runs] = len(self.patterns)
-            self.patterns.append(PartitionPattern(runs, elements))
+            self.patterns.append(PartitionPattern(runs, elements, self._lost_elements(entries) if self.lost else 0))
         return self._pattern_numbers[runs]
+
+    def _lost_elements(self, entries: Sequence[_FragmentEntry]) -> int:
+        """Elements in lost files, except those that another replica holds too."""
+        lost: list[_FragmentEntry] = []
+        damaged: set[int] = set()  # covers with a lost fragment
+        for entry in entries:
+            if entry[1] in self.lost:
+                self.lost[entry[1]].add(entry[0])
+                lost.append(entry)
+                damaged.add(entry[5])
+        if 0 not in damaged:
+            return 0
+        sizes = Counter[int]()
+        for entry in entries:
+            sizes[entry[5]] += entry[4]
+        if any(sizes[cover] == sizes[0] for cover in sizes if cover not in damaged):
+            return 0
+        copies = {entry[2:5] for entry in entries if entry[5] and entry[1] not in self.lost}
+        return sum(entry[4] for entry in lost if entry[5] == 0 and entry[2:5] not in copies)
 
     def _entry(self, fragment: Fragment, cover: int) -> _FragmentEntry:
         region = fragment.region
@@ -99,8 +123,13 @@ class PartitionMap:
         )
 
     def _rank(self, rank: Rank) -> int:
+        if self.is_numbered and rank.dp < len(self.ranks):
+            return rank.dp  # Megatron numbers processes in the order of `ranks`
         # Expert parallelism re-uses data-parallel ranks, so it does not make another rank.
-        return self._number(Rank(rank.pp, rank.tp, rank.dp), self._rank_numbers, self.ranks)
+        number = self._number(Rank(rank.pp, rank.tp, rank.dp), self._rank_numbers, self.ranks)
+        if rank.ep is not None:
+            self.experts.setdefault(number, rank.ep)
+        return number
 
     def _boxes(self, boxes: tuple[Box, ...]) -> int:
         number = self._number(boxes, self._box_numbers, self.boxes)
@@ -120,6 +149,7 @@ class PartitionMap:
         """For the page. A box is `[starts…, lengths…]`; `_runs` describes a run."""
         return {
             "ranks": [[rank.pp, rank.tp, rank.dp] for rank in self.ranks],
+            "experts": {str(number): ep for number, ep in self.experts.items()},
             "files": self.files,
             "boxes": [[[*box.start, *box.shape] for box in boxes[:_MAX_BOXES]] for boxes in self.boxes],
             "clipped": {str(number): count for number, count in self.clipped.items()},
@@ -170,8 +200,13 @@ def page_data(
     source: str,
     version: str,
     sample: int | None,
+    comparison: Comparison | None = None,
+    remarks: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Everything on the page. Without a checkpoint, only the findings of the checks."""
+    """Everything on the page. Without a checkpoint, only the findings of the checks.
+
+    `comparison` is with another checkpoint; `remarks` are about how the page was made.
+    """
     data: dict[str, Any] = {"schema": SCHEMA, "version": version, "source": source, "checks": _checks(report)}
     if checkpoint is None:
         return data
@@ -179,6 +214,7 @@ def page_data(
     partition = PartitionMap.of(checkpoint)
     parameters, unplaced = _parameters(checkpoint, kinds, partition)
     data |= {
+        "root": str(checkpoint.root),
         "format": checkpoint.format,
         "framework": checkpoint.framework,
         "step": checkpoint.step,
@@ -187,14 +223,16 @@ def page_data(
         "totals": _totals(checkpoint),
         "details": _details(checkpoint),
         "groups": _groups(checkpoint),
-        "notes": [note.text for note in checkpoint.notes],
+        "notes": [*remarks, *(note.text for note in checkpoint.notes)],
         "kinds": kinds,
         "parameters": parameters,
         "partition": partition.to_json(),
         "unplaced": unplaced,
+        "lost": _lost(checkpoint, kinds, parameters, partition),
         "held": _bytes_by_rank(checkpoint, kinds, parameters, partition),
         "statistics": _statistics(checkpoint, kinds, statistics),
         "sampled": sample,
+        "comparison": None if comparison is None else _comparison(comparison, checkpoint, kinds),
     }
     return data
 
@@ -320,6 +358,59 @@ def _bytes_by_rank(
     return columns
 
 
+def _lost(
+    checkpoint: Checkpoint, kinds: list[str], parameters: dict[str, Any], partition: PartitionMap
+) -> dict[str, Any] | None:
+    """The files that cannot be read, with their ranks, and the states that lost elements: parameter, kind, elements."""
+    if not checkpoint.lost:
+        return None
+    states = []
+    for number in range(len(checkpoint.parameters)):
+        for kind in range(len(kinds)):
+            entry = parameters["states"][kind][number]
+            if entry and entry[1] >= 0 and (elements := partition.patterns[entry[1]].lost):
+                states.append([number, kind, elements])
+    files = [
+        [file, _text(checkpoint.lost[partition.files[file]]), sorted(partition.lost[file])] for file in partition.lost
+    ]
+    return {"files": files, "states": states}
+
+
+def _comparison(comparison: Comparison, checkpoint: Checkpoint, kinds: list[str]) -> dict[str, Any]:
+    """The differences from another checkpoint. Parameters and kinds of the first one are numbers."""
+    parameters = {name: number for number, name in enumerate(checkpoint.parameters)}
+    kind_numbers = {kind: number for number, kind in enumerate(kinds)}
+    other = comparison.b
+    differences = []
+    for atom in comparison.atoms:
+        said = atom.to_json()
+        numbers = [said[key] for key in ("elements", "differing", "max_abs", "max_rel", "max_ulp", "one_sided_nan")]
+        layout = [said["shape"], said["dtype"]] if atom.differing is None or len(set(atom.dtypes)) > 1 else []
+        place = [parameters[atom.name], kind_numbers[atom.kind]]
+        differences.append([*place, *numbers, said["first"], said["worst"], *layout])
+    moved = comparison.updates.parameters if comparison.updates is not None else ()
+    return {
+        "root": str(other.root),
+        "format": other.format,
+        "framework": other.framework,
+        "mesh": other.mesh.to_json(),
+        "world": other.mesh.world,
+        "step": other.step,
+        "parameters": len(other.parameters),
+        "same": comparison.same,
+        "atoms": comparison.compared,
+        "differences": differences,
+        "moved": [[parameters[one.name], json_float(float(f"{one.relative:.4g}"))] for one in moved],
+        "only_a": [list(one) for one in comparison.only_a],
+        "only_b": [list(one) for one in comparison.only_b],
+        "settings": [
+            [one.key, _text(json.dumps(one.a)), _text(json.dumps(one.b)), len(one.names)] for one in comparison.settings
+        ],
+        "extras": [[one.path, _text(json.dumps(one.a)), _text(json.dumps(one.b))] for one in comparison.counted_extras],
+        "notes": [note.text for note in comparison.notes],
+    }
+
+
 def _statistics(
     checkpoint: Checkpoint, kinds: list[str], statistics: Mapping[tuple[str, str], AtomStatistics | UcpError]
 ) -> list[list[Any]] | None:
@@ -350,5 +441,13 @@ def _checks(report: Report | None) -> dict[str, Any] | None:
 
 
 def measured_states(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """(parameter, kind) of all states to compute statistics of: all but step counts."""
-    return [(atom.name, atom.kind) for atom in checkpoint.atoms() if atom.kind != STEP and atom.numel]
+    """(parameter, kind) of all states to compute statistics of: all but step counts, and what is lost in part."""
+    states = [atom for atom in checkpoint.atoms() if atom.kind != STEP and atom.numel]
+    return [(atom.name, atom.kind) for atom in states if not (checkpoint.lost and _is_in_files(atom, checkpoint.lost))]
+
+
+def _is_in_files(atom: Atom, files: Container[str]) -> bool:
+    try:
+        return any(fragment.file in files for fragment in atom.fragments)
+    except UcpError:
+        return True

@@ -1,4 +1,4 @@
-// Used by all other scripts: the data of the page, elements, formatting of numbers, colours, the tooltip.
+// Used by all other scripts: the data of the page, elements, formatting of numbers, the theme, colours, the tooltip.
 
 const facts = JSON.parse(document.getElementById('facts').textContent);
 const byId = (id) => document.getElementById(id);
@@ -12,6 +12,8 @@ function make(tag, properties = {}, ...children) {
   return node;
 }
 
+const button = (textContent, onclick, className = 'button') => make('button', { type: 'button', className, textContent, onclick });
+
 function bytesText(count) {
   const units = ['B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB'];
   let unit = 0;
@@ -20,6 +22,7 @@ function bytesText(count) {
 }
 
 const countText = (count) => count.toLocaleString('en-US');
+const plural = (count, noun) => `${countText(count)} ${noun}${count === 1 ? '' : 's'}`;
 
 function bigText(count) {
   for (const [unit, size] of [['T', 1e12], ['B', 1e9], ['M', 1e6]]) {
@@ -28,12 +31,19 @@ function bigText(count) {
   return countText(count);
 }
 
+/** A number of the statistics. Infinite ones are text in the data. */
 function numberText(value) {
   if (value === null || value === undefined) return '–';
+  if (typeof value === 'string') return value;
   if (value === 0) return '0';
   const size = Math.abs(value);
   if (size >= 1e-3 && size < 1e5) return String(Number(value.toPrecision(4)));
   return value.toExponential(2);
+}
+
+function percentText(share) {
+  if (share > 0 && share < 0.001) return '< 0.1 %';
+  return `${share >= 0.9995 && share < 1 ? '99.9' : Number((100 * share).toPrecision(3))} %`;
 }
 
 const shapeText = (shape) => (shape.length ? shape.join('×') : 'scalar');
@@ -49,7 +59,7 @@ const kindColor = (kind) => color(`k${kind % 8}`);
 
 // Colours for positions in a tensor. They get lighter from start to end, so that they differ without hue too.
 const RAMP = (() => {
-  const stops = [[67, 56, 190], [118, 48, 196], [176, 42, 175], [220, 62, 128], [243, 115, 74], [250, 181, 48]];
+  const stops = [[62, 56, 188], [110, 50, 200], [168, 44, 180], [214, 62, 132], [240, 118, 78], [250, 184, 56]];
   const steps = [];
   for (let i = 0; i < 96; i += 1) {
     const at = (i / 95) * (stops.length - 1);
@@ -75,6 +85,24 @@ function prepare(canvas, width, height) {
   return context;
 }
 
+/** A rectangle of something that is lost: red, with stripes that are visible without colour. */
+function drawLost(context, x, y, width, height) {
+  context.fillStyle = color('lost');
+  context.fillRect(x, y, width, height);
+  if (width < 5) return;
+  context.save();
+  context.beginPath();
+  context.rect(x, y, width, height);
+  context.clip();
+  context.beginPath();
+  for (let at = x - height; at < x + width; at += 6) { context.moveTo(at, y + height); context.lineTo(at + height, y); }
+  context.strokeStyle = color('card');
+  context.globalAlpha = 0.45;
+  context.lineWidth = 1.5;
+  context.stroke();
+  context.restore();
+}
+
 // Drawing is deferred to the next frame, and done once however often it is requested.
 const pending = new Set();
 function later(draw) {
@@ -98,10 +126,54 @@ function hideTip() { tip.hidden = true; }
 
 function announce(text) { byId('live').textContent = text; }
 
+/** A button that copies a text, and says so. */
+function copyButton(text, title) {
+  const node = button('Copy', async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch {  // not permitted for this page
+      const area = make('textarea', { value: text, className: 'hidden' });
+      document.body.append(area);
+      area.select();
+      document.execCommand('copy');
+      area.remove();
+    }
+    node.textContent = 'Copied';
+    announce('Copied');
+    setTimeout(() => { node.textContent = 'Copy'; }, 1500);
+  }, 'button copy');
+  node.setAttribute('aria-label', title);
+  return node;
+}
+
 // Functions to call when colours or widths change.
 const redraws = [];
-window.matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => {
-  colors = {};
-  redraws.forEach(later);
-});
 window.addEventListener('resize', () => redraws.forEach(later));
+
+// The theme is that of the system until the button chooses one.
+const theme = (() => {
+  const NAMES = { auto: '◐', light: '☀', dark: '☾' };
+  const system = window.matchMedia('(prefers-color-scheme: dark)');
+  let chosen = 'auto';
+  try { chosen = localStorage.getItem('ucp-theme') in NAMES ? localStorage.getItem('ucp-theme') : 'auto'; } catch { /* not permitted for this page */ }
+  const node = byId('theme');
+
+  function apply() {
+    document.documentElement.dataset.theme = chosen === 'auto' ? (system.matches ? 'dark' : 'light') : chosen;
+    node.textContent = NAMES[chosen];
+    node.title = `Theme: ${chosen} (t)`;
+    node.setAttribute('aria-label', node.title);
+    colors = {};
+    redraws.forEach(later);
+  }
+  function next() {
+    const names = Object.keys(NAMES);
+    chosen = names[(names.indexOf(chosen) + 1) % names.length];
+    try { localStorage.setItem('ucp-theme', chosen); } catch { /* not permitted for this page */ }
+    apply();
+  }
+  node.onclick = next;
+  system.addEventListener('change', apply);
+  apply();
+  return { next };
+})();

@@ -4,7 +4,8 @@ function openDetail(parameter) {
   view.open = parameter;
   const aside = byId('detail');
   const name = columns.name[parameter];
-  const close = make('button', { className: 'button', type: 'button', textContent: '✕', onclick: closeDetail, attributes: { 'aria-label': 'Close' } });
+  const close = make('button', { className: 'icon', type: 'button', textContent: '✕', onclick: closeDetail, attributes: { 'aria-label': 'Close' } });
+  const command = `ucp inspect ${quoted(facts.source)} --param ${quoted(name)}`;
   const facts_ = [
     ['Shape', shapeText(shapeOf(parameter))],
     ['Role', ROLES[columns.role[parameter]]],
@@ -14,16 +15,17 @@ function openDetail(parameter) {
     ...(columns.expert[parameter] >= 0 ? [['Expert', String(columns.expert[parameter])]] : []),
     ...(aliasesOf(parameter).length ? [['Also called', aliasesOf(parameter).join(', ')]] : []),
   ];
-  aside.replaceChildren(
+  aside.replaceChildren(...[
     make('header', {}, make('h2', { id: 'detail-title', textContent: name }), close),
-    make('dl', { className: 'pairs' }, facts_.map(([key, value]) => [make('dt', { textContent: key }), make('dd', { textContent: value })])),
+    ...problemsOf(parameter), pairsOf(facts_), comparedStates(parameter),
     pictureOf(parameter), holderTable(parameter),
     make('h3', { textContent: 'States' }), ...kinds.map((_, kind) => stateCard(parameter, kind)).filter(Boolean),
     make('h3', { textContent: 'Byte ranges' }),
-    make('pre', { textContent: `ucp inspect ${quoted(facts.source)} --param ${quoted(name)}` }));
+    make('div', { className: 'command' }, make('pre', { textContent: command }), copyButton(command, 'Copy the command'))].filter(Boolean));
   aside.hidden = false;
   document.querySelector('main').classList.add('beside');
   aside.scrollTop = 0;
+  link.update();
   redraws.forEach(later);
 }
 
@@ -33,7 +35,28 @@ function closeDetail() {
   view.open = -1;
   byId('detail').hidden = true;
   document.querySelector('main').classList.remove('beside');
+  link.update();
   redraws.forEach(later);
+}
+
+/** What is lost of a parameter, and the findings about it. */
+function problemsOf(parameter) {
+  const lost = lostStates.get(parameter);
+  const found = findingsOf.get(columns.name[parameter]) || [];
+  return [
+    lost ? make('div', { className: 'problem error' }, make('b', { textContent: 'Lost: ' }),
+      lost.map(([kind, n]) => `${countText(n)} of ${countText(stateOf(parameter, kind).elements)} elements of ${kinds[kind]}`).join(', ')) : null,
+    ...found.slice(0, 10).map((finding) => make('div', { className: `problem ${finding.severity}` }, make('b', { textContent: `${finding.check}: ` }), finding.message)),
+  ].filter(Boolean);
+}
+
+/** How the states of a parameter differ from those of the other checkpoint. */
+function comparedStates(parameter) {
+  if (!facts.comparison) return null;
+  const some = differences.get(parameter);
+  if (!some) return make('p', { className: 'muted', textContent: 'The same in the other checkpoint.' });
+  return make('div', {}, make('h3', { textContent: 'Differences' }), tableOf(['State', 'Differ', 'Max abs', 'Max rel', ''], some.map((one) => [
+    kinds[one[1]], shareOf(one) === null ? '–' : percentText(shareOf(one)), numberText(one[D_ABS]), numberText(one[D_REL]), differenceText(one)])));
 }
 
 /** The tensor as a rectangle, rows downwards, with a block for each part; pointing at a block shows its ranks. */
@@ -63,7 +86,8 @@ function pictureOf(parameter) {
       const [x, y] = [block.left * width, block.top * height];
       const [w, h] = [Math.max(1, (block.right - block.left) * width), Math.max(1, (block.bottom - block.top) * height)];
       context.fillStyle = block.position < 0 ? color('whole') : rampColor(block.position);
-      context.fillRect(x, y, w, h);
+      if (lostFiles.has(block.fragment.file)) drawLost(context, x, y, w, h);
+      else context.fillRect(x, y, w, h);
       if (w > 5 && h > 5) { context.strokeStyle = color('card'); context.lineWidth = 1; context.strokeRect(x, y, w, h); }
     }
   };
@@ -86,7 +110,7 @@ function holderTable(parameter) {
   if (state.pattern < 0) return make('p', { className: 'alarm', textContent: (facts.unplaced.find(([p, kind]) => p === parameter && kind === kinds[view.kind]) || [])[2] });
   const all = [...fragmentsOf(state.pattern)];
   const rows = all.slice(0, 64).map((fragment) => make('tr', {}, make('td', { textContent: fragment.rank }), make('td', { textContent: rankText(fragment.rank) }),
-    make('td', { className: 'mono', textContent: regionText(fragment) + (fragment.cover ? ' (copy)' : ''), title: facts.partition.files[fragment.file] })));
+    make('td', { className: lostFiles.has(fragment.file) ? 'mono alarm' : 'mono', textContent: regionText(fragment) + (fragment.cover ? ' (copy)' : '') + (lostFiles.has(fragment.file) ? ' (lost)' : ''), title: facts.partition.files[fragment.file] })));
   const head = ['Rank', '', 'Holds'].map((text) => make('th', { textContent: text, scope: 'col' }));
   return make('details', { open: all.length <= 16 }, make('summary', { textContent: `Held in ${countText(all.length)} piece${all.length > 1 ? 's' : ''}` }),
     make('table', {}, make('thead', {}, make('tr', {}, head)), make('tbody', {}, rows)),

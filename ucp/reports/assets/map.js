@@ -9,16 +9,21 @@ function stateChooser(id) {
 }
 
 const partitionMap = (() => {
-  const [ROW, HEAD] = [18, 34];
+  const ROW = 18;
+  const BAND = 17;  // height of one axis in the header
+  // Every axis with several ranks has a band in the header, the slowest on top.
+  const axes = [['pp', (rank) => ranks[rank][0]], ['dp', (rank) => ranks[rank][2]], ['ep', (rank) => facts.partition.experts[rank]], ['tp', (rank) => ranks[rank][1]]]
+    .filter(([, of]) => new Set(ranks.map((_, rank) => of(rank))).size > 1);
+  const HEAD = BAND * Math.max(1, axes.length) + 3;
   const canvas = make('canvas', { tabIndex: 0, attributes: { role: 'img', 'aria-label': 'Partition map. Arrow keys move over parameters and ranks, Enter opens the parameter.' } });
   const spacer = make('div', {}, canvas);
   const pane = make('div', { className: 'pane' }, spacer);
-  const empty = make('p', { className: 'empty', textContent: 'No parameter matches the search.', hidden: true });
+  const empty = make('p', { className: 'empty', hidden: true });
   const hover = { row: -1, rank: -1 };
   let zoom = 0;  // pixels per rank; 0 fits all ranks into the width
 
   const gutter = () => Math.round(Math.min(340, Math.max(150, pane.clientWidth * 0.28)));
-  const columnWidth = () => zoom || Math.min(120, (pane.clientWidth - gutter()) / Math.max(1, ranks.length));
+  const columnWidth = () => zoom || Math.min(280, (pane.clientWidth - gutter()) / Math.max(1, ranks.length));
 
   function measure() {
     spacer.style.height = `${HEAD + view.shown.length * ROW}px`;
@@ -29,6 +34,7 @@ const partitionMap = (() => {
     if (!ranks.length) return;
     pane.hidden = !view.shown.length;
     empty.hidden = !!view.shown.length;
+    empty.textContent = emptyText();
     if (pane.hidden) return;
     measure();
     const [width, height] = [pane.clientWidth, Math.min(pane.clientHeight, HEAD + view.shown.length * ROW)];
@@ -63,12 +69,37 @@ const partitionMap = (() => {
     context.fillRect(toX(first), y + 1, (last - first + 1) * column, ROW - 2);
     for (const [rank, fragments] of holdersOf(state.pattern)) {
       if (rank < first || rank > last) continue;
-      const position = positionOf(fragments[0], state.shape);
-      context.fillStyle = position < 0 ? color('whole') : rampColor(position);
       // On whole pixels, so that neighbours leave no seam.
       const x = Math.round(toX(rank));
-      context.fillRect(x, y + 1, Math.max(1, Math.round(toX(rank + 1)) - x - gap), ROW - 2);
+      const wide = Math.max(1, Math.round(toX(rank + 1)) - x - gap);
+      if (lostFiles.size && fragments.some((fragment) => lostFiles.has(fragment.file))) {
+        drawLost(context, x, y + 1, Math.max(wide, 2), ROW - 2);
+        continue;
+      }
+      const position = positionOf(fragments[0], state.shape);
+      context.fillStyle = position < 0 ? color('whole') : rampColor(position);
+      context.fillRect(x, y + 1, wide, ROW - 2);
     }
+    for (const finding of findingsOf.get(columns.name[parameter]) || []) drawFinding(context, finding, y, toX, column);
+  }
+
+  /** A triangle in the cell of the rank that a finding names. */
+  function drawFinding(context, finding, y, toX, column) {
+    const at = finding.rank;
+    if (!at || finding.severity === 'note') return;
+    const rank = ranks.findIndex(([pp, tp, dp]) => pp === at.pp && tp === at.tp && dp === at.dp);
+    if (rank < 0) return;
+    const right = toX(rank) + Math.max(column, 6);
+    context.beginPath();
+    context.moveTo(right - 8, y + 1);
+    context.lineTo(right, y + 1);
+    context.lineTo(right, y + 9);
+    context.closePath();
+    context.fillStyle = color(MARK_COLORS[finding.severity]);
+    context.strokeStyle = color('card');
+    context.lineWidth = 1;
+    context.fill();
+    context.stroke();
   }
 
   function drawCursor(context, toX, column, width, height) {
@@ -96,8 +127,15 @@ const partitionMap = (() => {
         context.fillStyle = color(view.shown[row] === view.open ? 'accent-soft' : 'sunk');
         context.fillRect(0, y, left, ROW);
       }
+      const mark = markOf(view.shown[row]);
+      if (mark) {
+        context.beginPath();
+        context.arc(8, y + ROW / 2, 3.5, 0, 7);
+        context.fillStyle = color(MARK_COLORS[mark]);
+        context.fill();
+      }
       context.fillStyle = color('text');
-      context.fillText(fitted(context, columns.name[view.shown[row]], left - 18), 10, y + ROW / 2 + 0.5);
+      context.fillText(fitted(context, columns.name[view.shown[row]], left - 22), 16, y + ROW / 2 + 0.5);
     }
   }
 
@@ -111,35 +149,50 @@ const partitionMap = (() => {
   function drawHead(context, first, last, toX, column, left, width) {
     context.fillStyle = color('card');
     context.fillRect(0, 0, width, HEAD);
-    context.fillStyle = color('line');
-    context.fillRect(0, HEAD - 1, width, 1);
-    context.fillStyle = color('muted');
     context.font = '11px system-ui, sans-serif';
     context.textBaseline = 'middle';
     context.textAlign = 'left';
-    context.fillText(`${countText(view.shown.length)} parameters`, 10, HEAD / 2);
-    // A tick where the slowest axis that fits changes: pipeline stages, else data-parallel ranks.
-    const wide = 84;
-    let lastX = -Infinity;
-    const staged = facts.mesh.pp > 1 && (ranks.length / facts.mesh.pp) * column >= wide;
-    for (let rank = first; rank <= last; rank += 1) {
-      const [pp, tp, dp] = ranks[rank];
-      const starts = staged ? tp === 0 && dp === 0 : tp === 0;
-      const x = toX(rank);
-      if (x < left - 1 || !starts || x - lastX < wide) continue;
-      lastX = x;
-      context.fillStyle = color('line-strong');
-      context.fillRect(x, HEAD - 7, 1, 6);
-      context.fillStyle = color('muted');
-      const text = staged ? `pp ${pp}` : facts.mesh.pp > 1 ? `pp ${pp} dp ${dp}` : `dp ${dp}`;
-      if (x + context.measureText(text).width + 4 < width) context.fillText(text, x + 4, facts.mesh.tp > 1 && column >= 15 ? HEAD / 2 - 5 : HEAD / 2);
+    context.fillStyle = color('muted');
+    context.fillText(plural(view.shown.length, 'parameter'), 8, BAND / 2 + 1);
+    context.save();
+    context.beginPath();
+    context.rect(left, 0, width - left, HEAD);
+    context.clip();
+    axes.forEach(([, of], band) => drawBand(context, of, band, first, last, toX, column, left));
+    if (!axes.length) context.fillText('rank 0', left + 4, BAND / 2 + 1);
+    for (const rank of lostRanks.keys()) {
+      context.fillStyle = color('lost');
+      if (rank >= first && rank <= last) context.fillRect(Math.round(toX(rank)), HEAD - 4, Math.max(2, column - 1), 3);
     }
-    if (facts.mesh.tp > 1 && column >= 15) {
-      context.textAlign = 'center';
-      context.font = '10px system-ui, sans-serif';
-      for (let rank = first; rank <= last; rank += 1) {
-        if (toX(rank) >= left) context.fillText(column >= 40 ? `tp ${ranks[rank][1]}` : ranks[rank][1], toX(rank) + column / 2, HEAD - 7);
+    context.restore();
+    context.textAlign = 'right';
+    context.fillStyle = color('muted');
+    axes.forEach(([name], band) => context.fillText(name, left - 6, band * BAND + BAND / 2 + 1));
+    context.fillStyle = color('line');
+    context.fillRect(0, HEAD - 1, width, 1);
+  }
+
+  /** One axis: a box for each run of equal coordinates, with its number if that fits. */
+  function drawBand(context, of, band, first, last, toX, column, left) {
+    context.textAlign = 'center';
+    let start = first;
+    while (start > 0 && of(start - 1) === of(start)) start -= 1;
+    for (let rank = start, odd = 0; rank <= last;) {
+      let end = rank + 1;
+      while (end < ranks.length && of(end) === of(rank)) end += 1;
+      const [x, wide] = [toX(rank), (end - rank) * column];
+      odd = Number(of(rank) || 0) % 2;
+      if (wide >= 3 || odd) {
+        context.fillStyle = color(odd ? 'band' : 'sunk');
+        context.fillRect(Math.round(x), band * BAND + 1, Math.max(1, Math.round(wide) - (wide >= 6 ? 1 : 0)), BAND - 2);
       }
+      const text = of(rank) === undefined ? '–' : String(of(rank));
+      if (wide >= context.measureText(text).width + 4) {
+        const [from, to] = [Math.max(left, x), Math.min(x + wide, pane.clientWidth)];
+        context.fillStyle = color('text');
+        context.fillText(text, (from + to) / 2, band * BAND + BAND / 2 + 1);
+      }
+      rank = end;
     }
   }
 
@@ -158,11 +211,13 @@ const partitionMap = (() => {
     if (!held.length) return [`rank ${rank} · ${rankText(rank)}`, `holds nothing of its ${kinds[view.kind]}`];
     const elements = held.reduce((sum, fragment) => sum + fragment.length, 0);
     const share = elements / Math.max(1, state.elements);
-    return [`rank ${rank} · ${rankText(rank)}`,
-      `${kinds[view.kind]}: ${countText(elements)} of ${countText(state.elements)} elements (${share >= 0.9995 && share < 1 ? '99.9' : (100 * share).toPrecision(3)} %), ${bytesText((state.bytes / Math.max(1, state.elements)) * elements)}`,
+    const gone = held.some((fragment) => lostFiles.has(fragment.file));
+    const found = (findingsOf.get(columns.name[parameter]) || []).slice(0, 2).map((finding) => `${finding.check}: ${finding.message.slice(0, 160)}`);
+    return [`rank ${rank} · ${rankText(rank)}`, ...(gone ? ['lost: its file cannot be read'] : []),
+      `${kinds[view.kind]}: ${countText(elements)} of ${countText(state.elements)} elements (${percentText(share)}), ${bytesText((state.bytes / Math.max(1, state.elements)) * elements)}`,
       ...held.slice(0, 3).map((fragment) => `${regionText(fragment)}${fragment.cover ? ' (copy)' : ''}`),
       ...(held.length > 3 ? [`and ${held.length - 3} more pieces`] : []),
-      facts.partition.files[held[0].file]];
+      facts.partition.files[held[0].file], ...found];
   }
 
   function point(place, x, y) {
@@ -199,18 +254,19 @@ const partitionMap = (() => {
 
   function start() {
     if (!ranks.length) { byId('map').hidden = true; return; }
+    Object.assign(canvas.dataset, { head: HEAD, row: ROW });
     const zooms = [['Fit', 0], ['Wide', 8], ['Wider', 20]];
     const buttons = zooms.map(([title, pixels]) => make('button', {
       type: 'button', textContent: title, attributes: { 'aria-pressed': String(pixels === 0) },
-      onclick: () => { zoom = pixels; buttons.forEach((button, i) => button.setAttribute('aria-pressed', String(zooms[i][1] === pixels))); pane.scrollLeft = 0; later(draw); },
+      onclick: () => { zoom = pixels; buttons.forEach((node, i) => node.setAttribute('aria-pressed', String(zooms[i][1] === pixels))); pane.scrollLeft = 0; later(draw); },
     }));
     const ramp = make('span', { className: 'ramp' });
     ramp.style.background = rampGradient();
     const swatch = (name) => { const node = make('span', { className: 'swatch' }); node.style.background = `var(--${name})`; return node; };
     byId('map-controls').append(...[
-      make('div', { className: 'legend' }, make('span', {}, 'start', ramp, 'end of the tensor'), make('span', {}, swatch('whole'), 'whole copy'), make('span', {}, swatch('empty'), 'nothing')),
+      make('div', { className: 'legend' }, make('span', {}, 'start', ramp, 'end of the tensor'), make('span', {}, swatch('whole'), 'whole copy'), make('span', {}, swatch('empty'), 'nothing'), lostFiles.size ? make('span', {}, swatch('lost'), 'lost') : null),
       stateChooser('map-state'), ranks.length <= 24 ? null : make('div', { className: 'group', attributes: { role: 'group', 'aria-label': 'Width of a rank' } }, buttons)].filter(Boolean));
-    byId('map-lead').textContent = 'Which rank holds which part of which parameter: one row per parameter, one column per rank (tensor-parallel ranks next to each other, then data, then pipeline).';
+    byId('map-lead').textContent = 'Which rank holds which part of which parameter: one row per parameter, one column per rank (tensor-parallel ranks next to each other, then data, then pipeline). Hover, tap or use the arrow keys for details.';
     byId('map-body').append(pane, empty);
     canvas.addEventListener('pointermove', (event) => point(at(event), event.clientX, event.clientY));
     canvas.addEventListener('pointerleave', leave);

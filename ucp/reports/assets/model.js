@@ -44,7 +44,8 @@ const bytesOf = (() => {
 
 function rankText(rank) {
   const [pp, tp, dp] = ranks[rank];
-  return `pp ${pp} · tp ${tp} · dp ${dp}`;
+  const ep = facts.partition.experts[rank];
+  return `pp ${pp} · tp ${tp} · dp ${dp}${ep === undefined ? '' : ` · ep ${ep}`}`;
 }
 
 /** The fragments of a pattern: rank, file, number of the list of boxes, first element and length in it, cover. */
@@ -145,47 +146,126 @@ function piecesOf(fragment) {
   return found;
 }
 
+
+// What is wrong: files that cannot be read with their ranks, states that lost elements, and findings of checks.
+const lostFiles = new Set((facts.lost ? facts.lost.files : []).map(([file]) => file));
+const lostRanks = new Map();  // rank → files
+const lostStates = new Map();  // parameter → [kind, elements]…
+const findings = (facts.checks || {}).findings || [];
+const findingsOf = new Map();  // name of a parameter → its findings
+const findingsOfRank = new Map();  // rank → its findings
+const differences = new Map();  // parameter → its differences from the other checkpoint
+
+const addTo = (map, key, value) => { if (map.has(key)) map.get(key).push(value); else map.set(key, [value]); };
+
+(() => {
+  const numbers = new Map(ranks.map(([pp, tp, dp], rank) => [`${pp},${tp},${dp}`, rank]));
+  for (const [file, , of] of facts.lost ? facts.lost.files : []) of.forEach((rank) => addTo(lostRanks, rank, facts.partition.files[file]));
+  for (const [parameter, kind, elements] of facts.lost ? facts.lost.states : []) addTo(lostStates, parameter, [kind, elements]);
+  for (const finding of findings) {
+    if (finding.parameter !== null) addTo(findingsOf, finding.parameter, finding);
+    const at = finding.rank;
+    const rank = at ? numbers.get(`${at.pp},${at.tp},${at.dp}`) : undefined;
+    if (rank === undefined) continue;
+    addTo(findingsOfRank, rank, finding);
+    if (facts.lost && finding.check === 'grid' && finding.severity === 'error' && !lostRanks.has(rank)) addTo(lostRanks, rank, finding.file);
+  }
+  for (const one of facts.comparison ? facts.comparison.differences : []) addTo(differences, one[0], one);
+})();
+
+const SEVERITIES = ['error', 'warning', 'note'];
+const worst = (some) => SEVERITIES.find((severity) => (some || []).some((finding) => finding.severity === severity));
+/** The most severe mark of a parameter: lost, error, warning, or nothing. Notes are not marked. */
+function markOf(parameter) {
+  if (lostStates.has(parameter)) return 'lost';
+  const found = worst(findingsOf.get(columns.name[parameter]));
+  return found === 'note' ? undefined : found;
+}
+const MARK_COLORS = { lost: 'lost', error: 'bad', warning: 'warn' };
+
 // What is shown: the kind of state, the search, the parameters that match it, the one that is open.
-const view = { kind: Math.max(0, kinds.indexOf('master') >= 0 ? kinds.indexOf('master') : 0), query: '', shown: [], open: -1 };
+const view = { kind: Math.max(0, kinds.indexOf('master')), query: '', shown: [], open: -1, complaints: [] };
+if (facts.lost && facts.lost.states.length) view.kind = facts.lost.states.some(([, kind]) => kind === view.kind) ? view.kind : facts.lost.states[0][1];
 const listeners = [];
 function changed() { listeners.forEach((listener) => listener()); }
 
-const flagged = new Set(((facts.checks || {}).findings || []).map((finding) => finding.parameter).filter(Boolean));
+const anyState = (parameter, name) => kinds.some((_, kind) => statistic(parameter, kind, name));
+const FLAGS = {
+  lost: ['lost elements', (p) => lostStates.has(p)],
+  found: ['has findings', (p) => findingsOf.has(columns.name[p])],
+  different: ['differs from the other checkpoint', (p) => differences.has(p)],
+  nan: ['has NaN', (p) => anyState(p, 'nan')],
+  inf: ['has infinities', (p) => anyState(p, 'infinite')],
+  tied: ['has several names', (p) => aliasesOf(p).length > 0],
+  frozen: ['frozen', (p) => columns.role[p] === 1],
+  buffer: ['buffer', (p) => columns.role[p] === 2],
+};
+const AXES = ['pp', 'tp', 'dp'];
+const axisSize = (axis) => ranks.reduce((most, rank) => Math.max(most, rank[axis] + 1), 0);
 
-function wordTest(word) {
-  const rank = /^(rank|pp|tp|dp):(\d+)$/.exec(word);
-  if (rank) {
-    const number = Number(rank[2]);
-    const axis = ['pp', 'tp', 'dp'].indexOf(rank[1]);
-    const wanted = (r) => (axis < 0 ? r === number : ranks[r][axis] === number);
-    const verdicts = new Map();  // by pattern: many parameters share one
-    return (parameter) => {
-      const state = stateOf(parameter, view.kind);
-      if (!state || state.pattern < 0) return false;
-      if (!verdicts.has(state.pattern)) verdicts.set(state.pattern, [...holdersOf(state.pattern).keys()].some(wanted));
-      return verdicts.get(state.pattern);
-    };
-  }
-  const flags = {
-    'is:nan': (p) => kinds.some((_, kind) => statistic(p, kind, 'nan') || statistic(p, kind, 'infinite')),
-    'is:tied': (p) => aliasesOf(p).length > 0,
-    'is:buffer': (p) => columns.role[p] === 2,
-    'is:frozen': (p) => columns.role[p] === 1,
-    'is:found': (p) => flagged.has(columns.name[p]),
+/** Whether a parameter has a part of the chosen state on a rank that is wanted. */
+function heldBy(wanted) {
+  const verdicts = new Map();  // by pattern: many parameters share one
+  return (parameter) => {
+    const state = stateOf(parameter, view.kind);
+    if (!state || state.pattern < 0) return false;
+    if (!verdicts.has(state.pattern)) verdicts.set(state.pattern, [...holdersOf(state.pattern).keys()].some(wanted));
+    return verdicts.get(state.pattern);
   };
-  if (word in flags) return flags[word];
-  const escaped = word.replace(/[.+?^${}()|[\]\\]/g, '\\$&').replace(/\*+/g, '.*');
-  const pattern = new RegExp(escaped, 'i');
+}
+
+/** The test for one word of a query. A word with a colon that means nothing adds a complaint. */
+function wordTest(word) {
+  const [, key, value] = /^(rank|pp|tp|dp|is):(.*)$/i.exec(word) || [];
+  if (key === 'is') {
+    if (value in FLAGS) return FLAGS[value][1];
+    view.complaints.push(`is:${value} does not exist. Filters: ${Object.keys(FLAGS).map((flag) => `is:${flag}`).join(', ')}.`);
+    return () => false;
+  }
+  if (key) {
+    const axis = AXES.indexOf(key);
+    const size = axis < 0 ? ranks.length : axisSize(axis);
+    if (!/^\d+$/.test(value) || Number(value) >= size) {
+      view.complaints.push(`${word} does not exist: ${key} is 0 to ${size - 1}.`);
+      return () => false;
+    }
+    return null;  // ranks are tested together: pp:1 dp:3 is one rank's, not two ranks'
+  }
+  const pattern = new RegExp(word.replace(/[.+?^${}()|[\]\\]/g, '\\$&').replace(/\*+/g, '.*'), 'i');
   return (parameter) => pattern.test(columns.name[parameter]) || aliasesOf(parameter).some((alias) => pattern.test(alias));
+}
+
+function ranksTest(words) {
+  const wanted = words.map((word) => /^(rank|pp|tp|dp):(\d+)$/i.exec(word)).filter(Boolean)
+    .map(([, key, value]) => [AXES.indexOf(key), Number(value)]);
+  if (!wanted.length) return [];
+  return [heldBy((rank) => wanted.every(([axis, value]) => (axis < 0 ? rank === value : ranks[rank][axis] === value)))];
 }
 
 /** Show the parameters that match every word of the query. */
 function search(query) {
   view.query = query;
-  const tests = query.trim().split(/\s+/).filter(Boolean).map(wordTest);
+  view.complaints = [];
+  const words = query.trim().split(/\s+/).filter(Boolean);
+  const tests = [...words.map(wordTest), ...ranksTest(words)].filter(Boolean);
   view.shown = [];
   for (let parameter = 0; parameter < total; parameter += 1) {
     if (tests.every((test) => test(parameter))) view.shown.push(parameter);
   }
   changed();
 }
+
+/** Search for `query`, as if it had been typed. */
+function searchFor(query, section) {
+  byId('search').value = query;
+  search(query);
+  if (section) byId(section).scrollIntoView();
+}
+
+/** The query with the word `key:…` replaced, or removed if `value` is empty. */
+function withFilter(key, value) {
+  const words = view.query.trim().split(/\s+/).filter((word) => word && !word.toLowerCase().startsWith(`${key}:`));
+  return [...words, ...(value === '' ? [] : [`${key}:${value}`])].join(' ');
+}
+
+function emptyText() { return view.complaints.join(' ') || 'No parameter matches the search.'; }
