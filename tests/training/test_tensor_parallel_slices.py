@@ -11,7 +11,8 @@ from ucp.core.checkpoint import Parameter
 from ucp.core.region import Region
 from ucp.core.rules import Rule, RuleBook, SlicePiece
 from ucp.errors import UsageError
-from ucp.training.tensor_parallel import TensorParallelSlicer, atom_region
+from ucp.training.collect import atom_region
+from ucp.training.load_plan import TensorParallelSlicer
 
 
 def parameter(shape: tuple[int, ...], rule: Rule | None = None, name: str = "mlp.up.weight") -> Parameter:

@@ -176,7 +176,7 @@ def save_newest_step(shadow: Shadow, folder: Path, options: ReadOptions) -> tupl
     Returns the path, and whether it is new: if it exists, it already contains that step.
     """
     from ucp.engine.plan import Plan
-    from ucp.training.shadow.to_checkpoint import SnapshotFiles, assemble
+    from ucp.training.shadow.shadow_checkpoint import SnapshotFiles, assemble
 
     snapshot = shadow.snapshot()
     try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from ucp.core.box import Shape
+from ucp.core.box import Shape, whole
 from ucp.core.checkpoint import MASTER, STEP, WEIGHT, Parameter, Role, kind_of_state
 from ucp.core.dtypes import DType
 from ucp.core.region import Region
@@ -18,7 +18,6 @@ from ucp.formats.deepspeed.experts import expert_number
 from ucp.formats.deepspeed.universal_info import DEFAULT_ORIGIN, has_tp_rules, rules_from_info
 from ucp.training.collectives import all_gather
 from ucp.training.live_job import LiveJob, ParamSlice, SteppedTensor, dtype_of, flat_view, local_tensor
-from ucp.training.tensor_parallel import atom_region
 
 if TYPE_CHECKING:
     import torch
@@ -168,6 +167,18 @@ def numbers_of(fragments: Iterable[LiveFragment]) -> dict[tuple[str, str], Any]:
     """The values of states that are one number per tensor, except the step."""
     numbers = (f for f in fragments if not f.shape and f.kind not in (STEP, WEIGHT, MASTER))
     return {(f.name, f.kind): f.tensor.item() for f in numbers}
+
+
+def atom_region(slice_region: Region, part: Region, shape: Shape, name: str) -> Region:
+    """The region of the atom that a part of this rank's tensor-parallel slice covers.
+
+    `part` is relative to the slice, which has `shape`: an interval of all of it (ZeRO), or a box (DTensor).
+    """
+    if part.boxes == (whole(shape),):
+        return slice_region.cut(part.start, part.stop)
+    if slice_region == Region.all_of(shape):
+        return part
+    raise UsageError(f"parameter {name}: DTensors of a tensor-parallel slice are not supported")
 
 
 class TensorParallelRules:

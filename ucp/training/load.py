@@ -26,8 +26,7 @@ from ucp.storage.local import SourceFiles
 from ucp.training.adapters import describe_job
 from ucp.training.collectives import all_gather, fail_together, rank_and_size
 from ucp.training.live_job import LiveJob, ParamSlice, SteppedTensor, dtype_of, flat_view, local_tensor
-from ucp.training.load_plan import AtomRead, LoadPlan, LoadPlanner, SteppedTensorPlan
-from ucp.training.tensor_parallel import TensorParallelSlicer
+from ucp.training.load_plan import AtomRead, LoadPlan, LoadPlanner, SteppedTensorPlan, TensorParallelSlicer
 from ucp.training.training_state import TrainingState, apply_training_state, find_training_state
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 from ucp.core.checkpoint import Checkpoint
 from ucp.formats.registry import ReadOptions, open_checkpoint
 from ucp.training.shadow.shadow import Shadow
-from ucp.training.shadow.to_checkpoint import SnapshotFiles, assemble
+from ucp.training.shadow.shadow_checkpoint import SnapshotFiles, assemble
 
 
 def until(condition: Callable[[], object], seconds: float = 120.0) -> None:

@@ -31,8 +31,8 @@ from ucp.training.shadow.protocol import (
     receive_json,
     send_json,
 )
+from ucp.training.shadow.shadow_checkpoint import assemble, identity_of, state_key
 from ucp.training.shadow.shadow_state import SHAPED_PREFIX, StateKey
-from ucp.training.shadow.to_checkpoint import assemble, identity_of, state_key
 from ucp.training.shadow.transports import connect
 
 

@@ -23,9 +23,10 @@ from ucp.log.epoch_manifest import EpochManifest, read_manifest
 from ucp.log.frames import BadBytesError
 from ucp.log.reader import epoch_folder, stream_folder
 from ucp.log.stream_schema import FIRST_KINDS
-from ucp.training.shadow.initial_state import (
+from ucp.training.shadow.shadow_checkpoint import (
     InitialState,
     continues_from,
+    describe_state,
     epochs_of,
     from_current_state,
     from_log,
@@ -47,7 +48,6 @@ from ucp.training.shadow.step_assembler import (
     StreamShard,
     stream_shards,
 )
-from ucp.training.shadow.to_checkpoint import describe_state
 
 
 @dataclass(slots=True)
