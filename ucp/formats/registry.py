@@ -139,7 +139,7 @@ _BUILT_IN: Final = (
         "ucp.formats.atoms.checks:AtomsChecks",
         options=frozenset({"link", "dtype"}),
         selects_dtype=True,
-        about="one file per state of a parameter: free of any layout, for archiving and as an intermediate form",
+        about="one file per parameter with all its states, free of any layout: to archive, or as an intermediate form",
     ),
     Format(
         "store",
