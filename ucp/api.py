@@ -13,14 +13,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucp.core.checkpoint import Checkpoint
+from ucp.core.checkpoint import MASTER, WEIGHT, Atom, Checkpoint, Note
 from ucp.core.findings import LevelName
-from ucp.core.selection import Selection, select
-from ucp.errors import ImpossibleError, UsageError
+from ucp.core.selection import Only, Selection, select
+from ucp.errors import (
+    ImpossibleError,
+    InconsistentError,
+    IntegrityError,
+    StorageError,
+    UcpError,
+    UsageError,
+    first_few,
+)
 from ucp.formats.registry import Format, ReadOptions, WriteOptions, find_format, make_writer, trusted_ranks
 from ucp.formats.registry import open_checkpoint as index_checkpoint
 from ucp.options import (
@@ -62,7 +70,9 @@ def open_checkpoint(path: StrPath, **options: Unpack[OpenOptions]) -> OpenCheckp
     """
     given = with_defaults(OpenOptions, options)
     reading = _reading(given)
-    indexed = index_state(path, reading, given.log, given.step, given.exact)
+    indexed = index_state(path, reading, given.log, given.step, given.exact, given.only)
+    if given.only is not None:
+        indexed = select(indexed, Selection(given.only))
     return OpenCheckpoint(renamed(indexed, given.names, given.model_config))
 
 
@@ -148,7 +158,7 @@ def diff(a: StrPath, b: StrPath, *, progress: Progress | None = None, **options:
         (b, given.tag_b, given.log_b, given.step_b),
     ):
         reading = _reading(given, tag=tag)
-        indexed = index_state(path, reading, log, step, given.exact and log is not None)
+        indexed = index_state(path, reading, log, step, given.exact and log is not None, given.only)
         sides.append(renamed(indexed, given.names, given.model_config))
     return compare(sides[0], sides[1], comparing, jobs=given.jobs or default_jobs(), progress=progress)
 
@@ -197,7 +207,7 @@ def plan(src: StrPath, dst: StrPath, **options: Unpack[PlanOptions]) -> Plan:
         only = None  # the writer makes the weights from the master copies
     selection = Selection(only, given.include, given.exclude, dtype if form.selects_dtype else None)
     reading = _reading(given, repair=given.repair)
-    indexed = index_state(src, reading, given.log, given.step, given.exact)
+    indexed = index_state(src, reading, given.log, given.step, given.exact, given.only)
     if dtype is not None and any(note.id == "quantized" for note in indexed.notes):
         raise UsageError(
             f"{src}: --dtype casts values, and these weights are quantized: their values also depend on scales",
@@ -295,10 +305,12 @@ def index_state(
     log: str | os.PathLike[str] | None = None,
     step: int | str | None = None,
     exact: bool = False,
+    only: Only | None = None,
 ) -> Checkpoint:
     """The index of a checkpoint; with a `log`, of the state after `step` (a number or `latest`), replayed on it.
 
-    If that state may differ from the job's own, there is a note; with `exact` it is an error.
+    If that state may differ from the job's own, there is a note; with `exact` it is an error. If `only` weights are
+    wanted, lost and damaged files that contain no weights are a note and not an error.
     """
     if is_shadow(path):
         if log is not None or step is not None:
@@ -310,10 +322,52 @@ def index_state(
 
         return open_shadow(path, options)
     if log is None and step is None and not exact:
-        return index_checkpoint(parse_path(path), options)
+        try:
+            return index_checkpoint(parse_path(path), options)
+        except (InconsistentError, IntegrityError, StorageError) as error:
+            weights = _surviving_weights(path, options)
+            if weights is not None and only == "weights":
+                return weights
+            if weights is not None:
+                salvage = "add --only weights: all weights survive"
+                error.hint = f"{error.hint}; or {salvage}" if error.hint else salvage
+            raise
     from ucp.replay.at_step import open_at
 
     return open_at(path, options, log, step, exact=exact)
+
+
+def _surviving_weights(path: StrPath, options: ReadOptions) -> Checkpoint | None:
+    """The weights of a checkpoint that has lost other files; None if weights are lost too, or nothing is."""
+    try:
+        found = index_checkpoint(parse_path(path), replace(options, tolerant=True))
+    except UcpError:
+        return None
+
+    def survives(atom: Atom) -> bool:
+        covers = (atom.fragments, *atom.replicas)
+        return not any(fragment.file in found.lost for cover in covers for fragment in cover)
+
+    parameters = found.parameters.values()
+    kinds = [kind for kind in (WEIGHT, MASTER) if all(survives(p.atoms[kind]) for p in parameters if kind in p.atoms)]
+    if not found.lost or not all(any(kind in p.atoms for kind in kinds) for p in parameters):
+        return None
+    for parameter in parameters:
+        parameter.atoms = {kind: parameter.atoms[kind] for kind in kinds if kind in parameter.atoms}
+    lost = first_few(list(found.lost.values()), separator="; ")
+    note = Note("lost-files", f"only the weights are read; lost files contain none of them: {lost}")
+    extras = replace(
+        found.extras,
+        trees={name: tree for name, tree in found.extras.trees.items() if not _is_lost(name, found)},
+        files={name: file for name, file in found.extras.files.items() if file not in found.lost},
+    )
+    sizes = {file: size for file, size in found.sizes.items() if file not in found.lost}
+    return replace(found, extras=extras, sizes=sizes, notes=[*found.notes, note], lost={})
+
+
+def _is_lost(name: str, checkpoint: Checkpoint) -> bool:
+    """Whether a file of the step folder is lost; its extras would be those of another rank."""
+    return any(file == name or file.endswith(f"/{name}") for file in checkpoint.lost)
 
 
 def renamed(

@@ -142,10 +142,18 @@ class LogOptions(TypedDict, total=False):
     exact: Annotated[bool, Option("Refuse a state that may differ from the job's own in any bit.", "flag", False)]
 
 
-class SelectionOptions(TypedDict, total=False):
+class StatesOption(TypedDict, total=False):
+    """Which states."""
+
+    only: Annotated[
+        Only | None,
+        Option("Use only these states. For weights, optimizer files may be lost.", choices=("weights", "optimizer")),
+    ]
+
+
+class SelectionOptions(StatesOption, total=False):
     """Which states and parameters."""
 
-    only: Annotated[Only | None, Option("Use only these states.", choices=("weights", "optimizer"))]
     include: Annotated[
         str | Sequence[str],
         Option(
@@ -165,7 +173,7 @@ class _JobsOption(TypedDict, total=False):
 # --- The options of each function ---
 
 
-class OpenOptions(ReadingOptions, NamingOptions, LogOptions, total=False):
+class OpenOptions(ReadingOptions, NamingOptions, LogOptions, StatesOption, total=False):
     """Options of `ucp.open` and `ucp inspect`."""
 
 

@@ -35,7 +35,7 @@ from ucp.core.checkpoint import (
 )
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule, RuleBook
-from ucp.errors import NotUnderstoodError, first_few, storage_errors
+from ucp.errors import IntegrityError, NotUnderstoodError, StorageError, first_few, storage_errors
 from ucp.formats.deepspeed import step_files
 from ucp.formats.deepspeed.folder import find_universal
 from ucp.formats.deepspeed.read.carry_extras import TreeCarrier
@@ -89,6 +89,7 @@ class _UniversalReader:
     context: ReadContext
     root: Path
     options: ReadOptions
+    lost: dict[str, str] = field(default_factory=dict)  # state files that cannot be read, for a tolerant reader
 
     def read(self) -> Checkpoint:
         names = self._model_names()
@@ -137,6 +138,7 @@ class _UniversalReader:
             notes=self.context.notes,
             sizes=dict(list_files(self.root)),
             details=universal_details(self.context, first),
+            lost=self.lost,
         )
 
     def _model_names(self) -> step_files.StepFiles:
@@ -233,7 +235,13 @@ class _UniversalReader:
                 parameter = parameters[name] = self._unknown(folder)
             for kind, path in folder.kinds.items():
                 shape = parameter.shape if kind != STEP else None
-                atom = read_state(self.context.files, name, kind, path, shape)
+                try:
+                    atom = read_state(self.context.files, name, kind, path, shape)
+                except (IntegrityError, StorageError) as error:
+                    if not self.options.tolerant or kind == MASTER:
+                        raise
+                    self.lost[path] = error.what
+                    continue
                 if atom is None:
                     continue
                 if kind != STEP and atom.shape not in ((), parameter.shape):
