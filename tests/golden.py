@@ -51,6 +51,15 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 
 
+# The folder to convert, where a variant contains several.
+INSIDE = {
+    "dcp/hfwriter_dp2_sharded": "step-3",
+    "dcp/hfwriter_dp4_consolidated": "step-3",
+    "dcp/hfwriter_rank0": "step-3",
+    "huggingface/accelerate_llama_fsdp2": "ckpt",
+}
+
+
 def sources() -> dict[str, Path]:
     """Checkpoints to convert: those of this repository, and those of `UCP_CORPUS` if that is set."""
     found = {f"fixtures/{path.parent.name}": path.parent for path in FIXTURES.glob("*/reference")}
@@ -58,6 +67,8 @@ def sources() -> dict[str, Path]:
         for path in root.glob("*/*") if root else ():
             if path.is_dir():
                 found[f"{name}/{path.parent.name}/{path.name}"] = path
+    for name, inner in INSIDE.items():
+        found[f"packed/{name}"] /= inner
     return dict(sorted(found.items()))
 
 
