@@ -92,7 +92,7 @@ def must_find(path: Path, tag: str | None) -> MegatronFolder:
 
 
 def tracked_folder(path: Path) -> str | None:
-    """Return the folder named by the tracker file: `iter_0000002` or `release`; None if there is no such file."""
+    """Return the folder named by the tracker file: `iter_0000002` or `release`; None if that file does not exist."""
     word = read_pointer(path / TRACKER)
     if word is None or word == "release":
         return word
