@@ -156,8 +156,8 @@ def test_reading_from_a_running_job_never_mixes_generations(tmp_path: Path) -> N
         fill(store, 1)
         store.commit()
     code = (
-        "import sys, pathlib\nfrom tests.training.store.killed_writer import write_for_ever\n"
-        "write_for_ever(pathlib.Path(sys.argv[1]), 1)"
+        "import sys, pathlib\nfrom tests.training.store.killed_writer import write_forever\n"
+        "write_forever(pathlib.Path(sys.argv[1]), 1)"
     )
     job = subprocess.Popen([sys.executable, "-c", code, str(path)], cwd=PROJECT, stdout=subprocess.DEVNULL)
     try:
