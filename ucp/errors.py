@@ -8,7 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+# Control characters, marks that change the direction of text, and halves of surrogate pairs.
+_CONTROLS: Final = r"\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
+_LISTED: Final = "\n +"  # before each line of a list in a message, which is indented
+
+
+def escaped(text: str, allowed: str = "(?!)") -> str:
+    """The text with control characters spelled out (`\\x1b`), except what the regular expression `allowed` matches.
+
+    Names come from files that somebody else wrote: they must not command a terminal, or forge lines of output.
+    """
+    if text.isprintable():
+        return text
+    import re  # only needed for odd names
+
+    def spell(found: re.Match[str]) -> str:
+        return found[0] if found[1] else found[0].encode("unicode_escape", "surrogatepass").decode("ascii")
+
+    return re.sub(f"({allowed})|[{_CONTROLS}]", spell, text)
 
 
 class Problem(NamedTuple):
@@ -33,7 +52,8 @@ class UcpError(Exception):
         self.problems = problems or [Problem(what)]
 
     def __str__(self) -> str:
-        return f"{self.what}\n  → {self.hint}" if self.hint else self.what
+        what = escaped(self.what, _LISTED)
+        return f"{what}\n  → {escaped(self.hint, _LISTED)}" if self.hint else what
 
 
 class InconsistentError(UcpError):

@@ -54,7 +54,7 @@ def test_github_annotations_are_escaped() -> None:
     lines = render(report_of(DAMAGE, ODD, TOLD), "github").splitlines()
     assert lines == [
         "::error file=run/ckpt/f.pt,title=ucp verify%3A zip-crc::f.pt, member a/data/0: checksum 1%0A→ restore",
-        "::warning file=run/ckpt/a%2Cb%3Ac,title=ucp verify%3A finite::100%25 of, p: are%0ANaN \x00",
+        "::warning file=run/ckpt/a%2Cb%3Ac,title=ucp verify%3A finite::100%25 of, p: are\\nNaN \\x00",
         "::notice title=ucp verify%3A notes::read so",
         "run/ckpt: NOT ok (1 error, 1 warning, 1 note)",
     ]

@@ -12,6 +12,7 @@ from typing import Any, Final
 from ucp.checks.catalogue import BY_ID, CHECKS, Check
 from ucp.checks.verify_report import Report
 from ucp.core.findings import Finding
+from ucp.errors import escaped
 from ucp.version import VERSION
 
 FORMATS: Final = ("text", "json", "junit", "sarif", "github")
@@ -87,7 +88,7 @@ def _annotation(root: str, finding: Finding) -> str:
 
 
 def _github_escaped(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return escaped(text, "\n").replace("%", "%25").replace("\n", "%0A")
 
 
 def _junit(report: Report) -> str:

@@ -16,26 +16,32 @@ from typing import Any, Final, NoReturn, TextIO, TypeVar
 import click
 
 from ucp.core.checkpoint import Checkpoint, Note
-from ucp.errors import StorageError
+from ucp.errors import StorageError, escaped
 from ucp.formats.registry import TARGETS, all_formats, target_hint
 from ucp.options import GROUPS, Option, declared, parse_size
 
 _MAX_NOTES_PER_KIND: Final = 5
 _COLUMN_WIDTH: Final = 24  # to which a column may shrink before others are left out
 _MIN_COLUMN_WIDTH: Final = 6
+_STYLES: Final = r"[\n\t]|\x1b\[[0-9;]*m"  # line breaks, and what click.style makes
+_CI_COMMAND: Final = r"(?m)^(?=::|##\[)"  # a line that GitHub Actions or Azure Pipelines would obey
 _COLOURS: Final = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
 # Printing -------------------------------------------------------------------------------------------------------------
 
 
-def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
-    """Print to stdout, or to stderr with `err`; styles appear on terminals only.
+def echo(text: str = "", *, err: bool = False, nl: bool = True, obeyed: bool = False) -> None:
+    """Print to stdout, or to stderr with `err`; styles appear on terminals only, other control characters spelled out.
 
-    If the reader has closed the pipe (`ucp inspect … | head`), the rest of the output is dropped, and the command
-    continues: its exit code does not depend on who reads.
+    A line that a CI service would take for a command gets a backslash, unless it is to be `obeyed`. If the reader has
+    closed the pipe (`ucp inspect … | head`), the rest of the output is dropped, and the command continues: its exit
+    code does not depend on who reads.
     """
     is_plain = bool(os.environ.get("NO_COLOR")) or is_dumb_terminal()
+    text = escaped(text, _STYLES)
+    if not obeyed:
+        text = re.sub(_CI_COMMAND, r"\\", text)
     try:
         click.echo(text, err=err, nl=nl, color=False if is_plain else None)
     except BrokenPipeError:
@@ -120,6 +126,7 @@ def format_table(rows: list[list[str]], header: list[str], expendable: Sequence[
     On a terminal that is too narrow, the `expendable` columns are left out as far as necessary, in this order, and
     cells of the others are continued on the next lines.
     """
+    rows = [[escaped(cell) for cell in row] for row in rows]
     limit = terminal_width()
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     kept, left_out = list(range(len(header))), list[str]()
@@ -143,6 +150,7 @@ def format_table(rows: list[list[str]], header: list[str], expendable: Sequence[
 
 def format_facts(facts: Sequence[tuple[str, str]]) -> str:
     """Two columns, names and values; long values are continued on the next lines of a terminal."""
+    facts = [(name, escaped(value, "\n")) for name, value in facts]
     margin = max(len(name) for name, _ in facts) + 2
     limit = terminal_width()
     width = sys.maxsize if limit is None else max(limit - margin, _COLUMN_WIDTH)
@@ -152,6 +160,7 @@ def format_facts(facts: Sequence[tuple[str, str]]) -> str:
 def format_text(text: str) -> str:
     """A text, broken between words at the width of the terminal."""
     limit = terminal_width()
+    text = escaped(text, "\n")
     return text if limit is None else "\n".join(_wrap(text, limit))
 
 

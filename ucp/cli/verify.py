@@ -118,7 +118,7 @@ def command(
     is_written = any(path.suffix not in _FORMATS_BY_SUFFIX for path in output)
     shown = "text" if is_written else form
     text = render(report, shown)
-    echo(with_colours(text) if shown == "text" else text, nl=False)
+    echo(with_colours(text) if shown == "text" else text, nl=False, obeyed=shown == "github")
     if not quiet:
         _conclude(report)
     ctx.exit(report.exit_code)

@@ -15,6 +15,7 @@ from ucp.core.box import Shape
 from ucp.core.dtypes import DType
 from ucp.core.region import Region
 from ucp.core.rules import REPLICATED, Rule
+from ucp.errors import escaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,9 @@ class Note:
 
     id: str  # stable, for scripts: "rule-inferred", "slice-mappings-wrong", …
     text: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", escaped(self.text))
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import Any, Final, Literal
 
 from ucp.core.checkpoint import Atom, Fragment, Rank
-from ucp.errors import InconsistentError, UsageError
+from ucp.errors import InconsistentError, UsageError, escaped
 
 Severity = Literal["error", "warning", "note"]
 FailOn = Literal["error", "warning", "note", "never"]
@@ -59,6 +59,9 @@ class Finding:
     hint: str | None = None
     exit_code: int = InconsistentError.exit_code
     subject: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", escaped(self.message))
 
     @property
     def fingerprint(self) -> str:
