@@ -502,3 +502,12 @@ def test_what_exists_is_listed() -> None:
         assert all(each["about"] for each in (*formats.values(), *names["tables"]))
         for word in {"formats": formats, "presets": presets, "names": table_names()}[command]:
             assert re.search(rf"^{word} ", text, re.MULTILINE), word
+
+
+def test_a_folder_that_does_not_exist_names_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for name in ("alpha", "beta"):
+        (tmp_path / "run" / name).mkdir()
+    refused(ucp("inspect", tmp_path / "run" / "zzz"), 5, f"{tmp_path / 'run'} contains: alpha, beta")
+    refused(ucp("inspect", tmp_path / "run" / "no" / "such" / "step"), 5, f"{tmp_path / 'run'} contains: alpha, beta")
+    refused(ucp("inspect", tmp_path / "run" / "alpha" / "x"), 5, f"{tmp_path / 'run' / 'alpha'} is empty")

@@ -334,15 +334,19 @@ def _similar_paths(path: Path) -> str | None:
     if storage_of(path).is_remote:
         return None
     try:
-        siblings = os.listdir(path.parent)
+        folder = next((each for each in path.absolute().parents if each.is_dir()), path.parent)
+        siblings = sorted(os.listdir(folder))
     except OSError:
         return None  # it is only a suggestion
     if f".{path.name}.ucp-partial" in siblings:
         return "ucp started writing it and did not finish: repeat that command with --resume"
     from difflib import get_close_matches  # only needed for a wrong path
 
-    close = get_close_matches(path.name, siblings, 3)
-    return f"perhaps one of: {', '.join(str(path.parent / name) for name in close)}" if close else None
+    close = get_close_matches(path.name, siblings, 3) if path.parent.is_dir() else []
+    if close:
+        return f"perhaps one of: {', '.join(str(path.parent / name) for name in close)}"
+    shown = [name for name in siblings if not name.startswith(".")]
+    return f"{folder} contains: {first_few(shown, _MAX_SUGGESTED)}" if shown else f"{folder} is empty"
 
 
 # writing --------------------------------------------------------------------------------------------------------------
