@@ -96,9 +96,8 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     if location.root != path and not location.alone:
         notes.append(Note("step-folder", f"{location.root.name} is read, the newest complete save in {path}"))
     if skipped:
-        notes.append(
-            Note("left-behind", f"files that this checkpoint does not use are not carried: {', '.join(skipped)}")
-        )
+        text = f"files that this checkpoint does not use are not carried: {', '.join(skipped)}"
+        notes.append(Note("left-behind", text))
     return Checkpoint(
         format="dcp",
         root=location.root,

@@ -55,12 +55,8 @@ def read(path: Path) -> Checkpoint:
     if copies:
         notes.extend(_compare_scalars(path, tensors, copies))
     elif shards:
-        notes.append(
-            Note(
-                "shapes-from-shards",
-                "global shapes are the largest offset over all shards: a missing last one goes unseen",
-            )
-        )
+        text = "global shapes are the largest offset over all shards: a missing last one goes unseen"
+        notes.append(Note("shapes-from-shards", text))
     parameters = {name: _parameter(name, tensor, path, copies) for name, tensor in tensors.items()}
     beside = [
         child

@@ -335,11 +335,8 @@ def _simple_rule(logical: Shape, slices: Sequence[tuple[SlicePiece, ...]]) -> Ru
         return None
     if all(pieces == (SlicePiece(whole(logical), 0),) for pieces in slices):
         return REPLICATED
-    for dim in range(len(logical)):
-        rule = _split_rule(logical, slices, dim)
-        if rule is not None:
-            return rule
-    return None
+    rules = (_split_rule(logical, slices, dim) for dim in range(len(logical)))
+    return next((rule for rule in rules if rule is not None), None)
 
 
 def _split_rule(logical: Shape, slices: Sequence[tuple[SlicePiece, ...]], dim: int) -> Rule | None:

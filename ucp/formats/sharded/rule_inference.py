@@ -158,10 +158,10 @@ class RuleInference:
             return self._with_parts(name, slices, dims[0], hidden, "inferred: slices of uneven size")
         if len(shapes[0]) == 1:
             return self._with_parts(name, slices, 0, hidden, "inferred: a vector that differs between ranks")
-        dim = _dim_beside_hidden(shapes[0], hidden)
-        if dim is not None:
-            size = shapes[0][1 - dim]
-            return self._with_parts(name, slices, dim, hidden, f"inferred: the side that is not the hidden size {size}")
+        for dim, size in enumerate(shapes[0][::-1]) if len(shapes[0]) == 2 else ():
+            if size in hidden and shapes[0][dim] not in hidden:
+                why = f"inferred: the side that is not the hidden size {size}"
+                return self._with_parts(name, slices, dim, hidden, why)
         known = [(preset, rule) for preset, rule in self._named(name, shapes[0]) if rule.cut in ("split", "vocab")]
         if known and len({rule.dim for _, rule in known}) == 1:
             return self._with_parts(name, slices, known[0][1].dim, hidden, "inferred: by name")
@@ -242,18 +242,6 @@ def _check_layers_alike(
                 hint="one rank's slice was copied over another's: restore it; if it is replicated, say so in a file for"
                 " --rules",
             )
-
-
-def _dim_beside_hidden(shape: Shape, hidden: set[int]) -> int | None:
-    """Return the split dimension of a matrix of which exactly one side is a known hidden size."""
-    if len(shape) != 2:
-        return None
-    rows, columns = shape
-    if columns in hidden and rows not in hidden:
-        return 0
-    if rows in hidden and columns not in hidden:
-        return 1
-    return None
 
 
 def _has_gate(name: str, slices: Mapping[str, Sequence[LocalSlice]]) -> bool | None:

@@ -135,8 +135,8 @@ def _from_atoms(atoms: list[Atom]) -> dict[str, Parameter]:
     states: dict[str, dict[str, Atom]] = {}
     for atom in atoms:
         states.setdefault(atom.name, {})[atom.kind] = atom
-    made = {}
-    for name, kinds in states.items():
-        main = kinds.get(WEIGHT) or kinds.get(MASTER) or max(kinds.values(), key=lambda atom: atom.numel)
-        made[name] = Parameter(name, main.shape)
-    return made
+    main = {
+        name: kinds.get(WEIGHT) or kinds.get(MASTER) or max(kinds.values(), key=lambda atom: atom.numel)
+        for name, kinds in states.items()
+    }
+    return {name: Parameter(name, atom.shape) for name, atom in main.items()}

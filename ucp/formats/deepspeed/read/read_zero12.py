@@ -110,7 +110,17 @@ def read_zero12(
     if shapes is None:
         shapes = _shapes_from_mappings(context, coord, files)
     for file in files:
-        _check_groups(context, coord, file, first, len(shapes))
+        where, counts = f"{file.file.name} (dp rank {file.dp}, {coord})", file.partition_counts
+        if len(file.masters) != len(shapes):
+            text = f"{where} has {len(file.masters)} flat groups, but the model file lists {len(shapes)}"
+            context.problems.add(text)
+        if counts != first.partition_counts:
+            context.problems.add(
+                f"{where} was partitioned for {counts} ranks by group, but {first.file.name} for"
+                f" {first.partition_counts}"
+            )
+        elif len(counts) < len(shapes):
+            context.problems.add(f"{where} has a partition_count for {len(counts)} of {len(shapes)} groups only")
     context.problems.raise_any("look for a file of another run or of another save among them")
     ep_degree = 1
     groups: list[ParamGroup] = []
@@ -143,19 +153,6 @@ def read_zero12(
         groups.append(ParamGroup(hyper, list(dict.fromkeys(names))))
     shards.groups[coord] = groups
     return ep_degree
-
-
-def _check_groups(context: ReadContext, coord: RankCoord, file: Zero12File, first: Zero12File, groups: int) -> None:
-    where = f"{file.file.name} (dp rank {file.dp}, {coord})"
-    if len(file.masters) != groups:
-        context.problems.add(f"{where} has {len(file.masters)} flat groups, but the model file lists {groups}")
-    if file.partition_counts != first.partition_counts:
-        context.problems.add(
-            f"{where} was partitioned for {file.partition_counts} ranks by group, but {first.file.name} for"
-            f" {first.partition_counts}"
-        )
-    elif len(file.partition_counts) < groups:
-        context.problems.add(f"{where} has a partition_count for {len(file.partition_counts)} of {groups} groups only")
 
 
 def _read_group(

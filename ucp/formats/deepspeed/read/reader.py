@@ -327,6 +327,13 @@ def details_of(
     """Facts about the checkpoint as JSON values; those that it does not record are omitted."""
     model = next(iter(ranks.models.values()))[0].mapping()
     config = dict_or_empty(model.get("ds_config"))
+    counts = {
+        "model": len(files.model) + len(files.sharded_model),
+        "optimizer": len(files.optim) + len(files.expert_optim),
+        "layer": len(files.layers),
+        "expert": len(files.experts),
+        "other": len(files.other),
+    }
     facts: dict[str, Any] = {
         "tag": place.tag,
         "wrapper": _wrapper_name(place, model),
@@ -340,7 +347,7 @@ def details_of(
         "universal_checkpoint_version": _typed(lookup(model, *_INFO_VERSION), int, float),
         "skipped_steps": _typed(model.get("skipped_steps"), int),
         "global_samples": _typed(model.get("global_samples"), int),
-        "files": _file_counts(files),
+        "files": {role: count for role, count in counts.items() if count},
         "pipeline": context.pipeline,
     }
     return {key: value for key, value in facts.items() if value not in (None, {}, "")}
@@ -405,14 +412,3 @@ def _loss_scale(ranks: OpenRankFiles) -> float | None:
     else:
         scale = lookup(next(iter(ranks.models.values()))[0].mapping(), "optimizer", "cur_scale")
     return float(scale) if isinstance(scale, (int, float)) else None
-
-
-def _file_counts(files: StepFiles) -> dict[str, int]:
-    counts = {
-        "model": len(files.model) + len(files.sharded_model),
-        "optimizer": len(files.optim) + len(files.expert_optim),
-        "layer": len(files.layers),
-        "expert": len(files.experts),
-        "other": len(files.other),
-    }
-    return {role: count for role, count in counts.items() if count}

@@ -28,9 +28,8 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     else:
         checkpoint = _read_sharded(folder, options)
     if folder.root != path and options.tag is None and not (path / TRACKER).is_file():
-        checkpoint.notes.append(
-            Note("step-folder", f"read {folder.root.name}, the newest complete save in {path} (no {TRACKER})")
-        )
+        text = f"read {folder.root.name}, the newest complete save in {path} (no {TRACKER})"
+        checkpoint.notes.append(Note("step-folder", text))
     if folder.root.parent == path and options.tag is None:
         newer = [step for step in newer_steps(folder.root) if (found := find(step, None)) and found.is_finished]
         if newer:

@@ -159,9 +159,8 @@ class ShardedReader:
             most_alike[3].append(parameter)
         if lost:
             shown = first_few([p.name for p in lost], 3)
-            self.notes.append(
-                Note("group-guessed", f"no group of the optimizer matches {shown}: put in the most similar")
-            )
+            text = f"no group of the optimizer matches {shown}: put in the most similar"
+            self.notes.append(Note("group-guessed", text))
         for _, _, step, mine in assigned:
             for parameter in mine:
                 if step is not None and _has_optimizer_state(parameter):

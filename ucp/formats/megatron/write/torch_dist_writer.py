@@ -215,14 +215,9 @@ class TorchDistWriter(MegatronLayoutWriter):
                 tree.add_tensor((key,), (length,), FLOAT32, chunks)
             for key, value in state.objects(chain[ranks.chained or 0]):
                 tree.add_object((key,), self._files.value([value], number))
-        self.notes.append(
-            Note(
-                "optimizer-sharding",
-                f"optimizer state is written as dp_reshardable: it loads with tp {mesh.tp}, pp {mesh.pp},"
-                f" ep {mesh.ep} only, on any number of data-parallel ranks (--optimizer-sharding fully_reshardable"
-                " loads everywhere)",
-            )
-        )
+        text = f"optimizer state is written as dp_reshardable: it loads with tp {mesh.tp}, pp {mesh.pp}, ep {mesh.ep}"
+        text += " only, on any number of data-parallel ranks (--optimizer-sharding fully_reshardable loads everywhere)"
+        self.notes.append(Note("optimizer-sharding", text))
         return [{} for _ in chain]
 
     def _common(self, chain: list[dict[str, Any]]) -> dict[str, Any]:
