@@ -67,19 +67,21 @@ const partitionMap = (() => {
       return;
     }
     context.fillRect(toX(first), y + 1, (last - first + 1) * column, ROW - 2);
+    const lost = [];
     for (const [rank, fragments] of holdersOf(state.pattern)) {
       if (rank < first || rank > last) continue;
       // On whole pixels, so that neighbours leave no seam.
       const x = Math.round(toX(rank));
       const wide = Math.max(1, Math.round(toX(rank + 1)) - x - gap);
       if (lostFiles.size && fragments.some((fragment) => lostFiles.has(fragment.file))) {
-        drawLost(context, x, y + 1, Math.max(wide, 2), ROW - 2);
+        lost.push([x, wide]);
         continue;
       }
       const position = positionOf(fragments[0], state.shape);
       context.fillStyle = position < 0 ? color('whole') : rampColor(position);
       context.fillRect(x, y + 1, wide, ROW - 2);
     }
+    for (const [x, wide] of lost) drawLost(context, x - (wide < 4 ? 1 : 0), y + 1, Math.max(wide, 4), ROW - 2);  // over narrow neighbours
     for (const finding of findingsOf.get(columns.name[parameter]) || []) drawFinding(context, finding, y, toX, column);
   }
 
@@ -175,6 +177,7 @@ const partitionMap = (() => {
   /** One axis: a box for each run of equal coordinates, with its number if that fits. */
   function drawBand(context, of, band, first, last, toX, column, left) {
     context.textAlign = 'center';
+    const labels = [];  // wider than their boxes: drawn over the next ones
     let start = first;
     while (start > 0 && of(start - 1) === of(start)) start -= 1;
     for (let rank = start, odd = 0; rank <= last;) {
@@ -187,13 +190,19 @@ const partitionMap = (() => {
         context.fillRect(Math.round(x), band * BAND + 1, Math.max(1, Math.round(wide) - (wide >= 6 ? 1 : 0)), BAND - 2);
       }
       const text = of(rank) === undefined ? '–' : String(of(rank));
-      if (wide >= context.measureText(text).width + 4) {
+      const every = wide >= 2 ? [4, 8, 16, 32, 64].find((n) => n * wide >= 36) : undefined;
+      if (wide < context.measureText(text).width + 4 && every && of(rank) % every === 0 && x >= left) {
+        labels.push([text, x + 2]);
+      } else if (wide >= context.measureText(text).width + 4) {
         const [from, to] = [Math.max(left, x), Math.min(x + wide, pane.clientWidth)];
         context.fillStyle = color('text');
         context.fillText(text, (from + to) / 2, band * BAND + BAND / 2 + 1);
       }
       rank = end;
     }
+    context.textAlign = 'left';
+    context.fillStyle = color('text');
+    for (const [text, x] of labels) context.fillText(text, x, band * BAND + BAND / 2 + 1);
   }
 
   function at(event) {
