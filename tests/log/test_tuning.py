@@ -17,8 +17,6 @@ from ucp.log.tuning import (
     best_batch,
     best_interval,
     choose,
-    collapsed,
-    estimated_mtbf,
     waste,
     young_interval,
 )
@@ -55,13 +53,6 @@ def test_closed_forms(c: RecordingCosts) -> None:
 @given(costs())
 def test_without_a_log_it_is_youngs_formula(c: RecordingCosts) -> None:
     assert best_interval(replace(c, replay=c.step)) == pytest.approx(young_interval(c), rel=1e-9)
-
-
-@given(some, some, some, st.floats(100, 1e5))
-def test_the_collapsed_form_keeps_its_identity(size: float, bandwidth: float, merge: float, mtbf: float) -> None:
-    batch, frequency = collapsed(size, bandwidth, merge, mtbf)
-    assert frequency * batch**2 == pytest.approx(merge, rel=1e-9)
-    assert batch**3 == pytest.approx(2 * size * merge * mtbf / bandwidth, rel=1e-9)
 
 
 @settings(max_examples=40, deadline=None)
@@ -133,8 +124,3 @@ def test_the_tuner_changes_its_choice_only_if_that_saves_enough() -> None:
     longer = tuner.update(replace(c, base_stall=20.0))
     assert longer.base_every > 2 * first.base_every
     assert tuner.update(replace(c, base_stall=0.2)).base_every < first.base_every
-
-
-def test_the_time_between_failures_is_estimated() -> None:
-    assert estimated_mtbf(0, 0, prior_seconds=1000) == 1000
-    assert estimated_mtbf(100_000, 99, prior_seconds=1000) == pytest.approx(1010)

@@ -104,16 +104,6 @@ def young_interval(costs: RecordingCosts) -> float:
     return math.sqrt(2 * costs.base_stall * costs.mtbf) / costs.step
 
 
-def collapsed(base_bytes: float, bandwidth: float, merge: float, mtbf: float) -> tuple[float, float]:
-    """(batch time, base frequency) by LowDiff's closed form, for logs whose differences are merged before use.
-
-    `merge` is the time to merge one difference; it equals frequency × batch time².
-    """
-    batch = (2 * base_bytes * merge * mtbf / bandwidth) ** (1 / 3)
-    frequency = (merge * bandwidth**2 / (4 * base_bytes**2 * mtbf**2)) ** (1 / 3)
-    return batch, frequency
-
-
 def choose(costs: RecordingCosts, longest: int = 1_000_000) -> TuningChoice:
     """The whole numbers of steps with the least waste, within the limits of disk space and base duration."""
     costs.check()
@@ -168,11 +158,6 @@ class Tuner:
                 return self.choice
         self.choice = new
         return new
-
-
-def estimated_mtbf(seconds: float, failures: int, prior_seconds: float, prior_failures: float = 1.0) -> float:
-    """Mean time between failures from an observation and a prior."""
-    return (prior_seconds + seconds) / (prior_failures + failures)
 
 
 # Assumed if nothing better is known: replay on one core that is a few years old, and a modest disk.
