@@ -214,7 +214,7 @@ def plan(src: StrPath, dst: StrPath, **options: Unpack[PlanOptions]) -> Plan:
             hint="leave --dtype out, or dequantize the model first",
         )
     example = None if given.like is None else index_checkpoint(parse_path(given.like), ReadOptions())
-    selected = select(indexed, selection)
+    selected = indexed if selection == Selection() else select(indexed, selection)
     if indexed.parameters and not selected.parameters:
         no_optimizer = only == "optimizer" and not (given.include or given.exclude)
         refusal = ImpossibleError if no_optimizer else UsageError
@@ -256,6 +256,8 @@ def _translated(
     checkpoint: Checkpoint, form: Format, model_config: str | os.PathLike[str] | None, like: Checkpoint | None
 ) -> Checkpoint:
     """The checkpoint with the extras that the target's framework reads, if another framework wrote it."""
+    if form.framework is None or (form.framework == "deepspeed" and checkpoint.format == form.name):
+        return checkpoint
     from ucp.formats.translate.framework_extras import translate_extras
 
     return translate_extras(checkpoint, form.framework, None if model_config is None else Path(model_config), like)

@@ -84,6 +84,8 @@ def test_matplotlib(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("use, package, extra", [(codecs._zstd, "zstandard", "log"), (None, "deepspeed", "deepspeed")])
 def test_packages_of_logs(monkeypatch: pytest.MonkeyPatch, use: object, package: str, extra: str) -> None:
+    for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
+        monkeypatch.delitem(sys.modules, name)  # another test has imported it
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ucp.UsageError, match=f"needs {package}, which is not installed") as failure:
         codecs._zstd() if use else kernels.load_native_op.__wrapped__("adam")
