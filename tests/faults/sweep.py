@@ -102,7 +102,7 @@ class Sweep:
         elif kind in ("EIO", "ENOSPC"):
             if ended.code not in (0, 5):
                 yield f"ended with {ended.code}"
-            said = [line for line in ended.said.splitlines() if not line.startswith("note: ")]
+            said = [line for line in ended.said.splitlines() if not line.startswith(("note: ", "read "))]
             if ended.code and not (said and said[0].startswith("ucp: ") and len(said) <= 2):
                 yield "its message is none"
         elif ended.code and not (kind == "lost" and ended.code == KILLED):

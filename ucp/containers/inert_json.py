@@ -232,4 +232,7 @@ def parameter_from_json(entry: Mapping[str, Any]) -> Parameter:
     """The parameter that `parameter_to_json` described, without atoms."""
     named = {name: entry[name] for name in _PARAMETER_FIELDS}
     fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in named.items()}
+    for shape in (fields["shape"], fields["padded_shape"] or ()):
+        if not isinstance(shape, tuple) or not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError(f"{shape!r:.80} is not a shape")
     return Parameter(**{**fields, "rule": rule_from_json(entry["rule"]), "aliases": tuple(map(str, entry["aliases"]))})

@@ -300,8 +300,10 @@ def read_pointer(path: Path) -> str | None:
     try:
         with open_binary(path) as file:
             data = file.read(_MAX_POINTER_BYTES)
+    except (SpecialFileError, FileNotFoundError):
+        problem = "is not a regular file"
     except OSError as error:
-        problem = error.strerror or "cannot be read"
+        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
     else:
         text = data.decode("utf-8", "replace").removesuffix("\n")
         if text and text == text.strip() and text.isprintable() and len(data) < _MAX_POINTER_BYTES:

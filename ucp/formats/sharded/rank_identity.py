@@ -28,7 +28,6 @@ TRUST_HINT: Final = (
 )
 COPY_HINT: Final = "restore the file that was overwritten; if ranks are equal on purpose, add --trust-file-names"
 _COMPARED_BYTES: Final = 1 << 16  # of each tensor
-_COMPARED_TENSORS: Final = 16  # of each file, the largest
 
 
 class IndexedFile(Protocol):
@@ -52,13 +51,13 @@ class RankContent(NamedTuple):
 def rank_tensors(tree: Any) -> list[TensorRef]:
     """The tensors below `tree` that can tell ranks apart, the largest first."""
     refs = {ref.storage.key: ref for ref in walk(tree) if isinstance(ref, TensorRef) and ref.is_contiguous}
-    return sorted((ref for ref in refs.values() if ref.numel > 1), key=lambda ref: (-ref.numel, ref.storage.key))
+    return sorted((ref for ref in refs.values() if ref.numel), key=lambda ref: (-ref.numel, ref.storage.key))
 
 
 def find_copies(contents: Iterable[RankContent], source: SourceFiles) -> Iterator[tuple[str, str]]:
     """Names of files with the same tensors, each with the first file that has them.
 
-    Recorded checksums select the candidates; then the beginnings of the largest tensors are compared. Tensors of one
+    Recorded checksums select the candidates; then the beginnings of all tensors are compared. Tensors of one
     repeated value, such as states before the first step, prove nothing.
     """
     groups: dict[tuple[tuple[int, int], ...], list[RankContent]] = {}
@@ -69,7 +68,7 @@ def find_copies(contents: Iterable[RankContent], source: SourceFiles) -> Iterato
     for first, *others in groups.values():
         if not others:
             continue
-        heads = [_head(first, number, source) for number in range(min(len(first.tensors), _COMPARED_TENSORS))]
+        heads = [_head(first, number, source) for number in range(len(first.tensors))]
         telling = {number: head for number, head in enumerate(heads) if head != _repeated(head)}
         for other in others if telling else ():
             if all(_head(other, number, source) == head for number, head in telling.items()):
